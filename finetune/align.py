@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -79,11 +80,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_output(output: Path, formats: tuple[str, ...]) -> None:
-    """Raise UserError where --output is a directory and a file is meant, or the other way round."""
+    """Raise UserError where --output is a directory and a file is meant, or the other way round, or /, beside which
+    nothing can lie."""
     if formats == ("json",) and output.is_dir():
         raise UserError(f"--output: {output} is a directory. JSON lines go to a file: name one in it.")
     if formats != ("json",) and output.is_file():
         raise UserError(f"--output: {output} is a file. --format {','.join(formats)} writes into a directory.")
+    if not Path(os.path.abspath(output)).name:
+        raise UserError(f"--output: {output} is the root of the file system. Name a directory in it.")
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
@@ -98,7 +102,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     from finetune.tools.alignment.worker import AlignmentSettings, MakeAlignmentWorker
     from finetune.tools.jobs.job import Job
 
-    a = arguments
+    a, output = arguments, Path(os.path.abspath(arguments.output))  # . and .. have no name
     settings = AlignmentSettings(
         model=a.model,
         tokenizer=a.tokenizer,
@@ -111,7 +115,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     )
     return Job(
         command="align",
-        directory=a.output.with_name(f".{a.output.name}.job"),
+        directory=output.with_name(f".{output.name}.job"),
         settings={key: value for key, value in vars(settings).items() if key != "batch_size"},
         sources=open_sources(a.data, split_to_read(a.data, a.split, "test")),
         make_worker=MakeAlignmentWorker(settings, worker_device(a)),
@@ -149,10 +153,10 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
     if failed is not None:
         print(f"what could not be aligned, with reasons: {failed}")
-    print(f"written: {a.output}")
     if not summary.clips:
         print_error(UserError(f"--data: {' '.join(a.data)} holds no clip that can be aligned."))
         return 1
+    print(f"written: {a.output}")
     return 0
 
 

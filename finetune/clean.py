@@ -26,6 +26,12 @@ from finetune.tools.command_line import (
 )
 from finetune.tools.jobs.arguments import add_engine, engine_of, worker_device
 
+OF_FINDING = (
+    "tokenizer", "max_samples", "batch_size", "device", "head", "language", "engine", "workers", "address", "shard",
+    "max_failed",
+)  # fmt: skip
+"""Options of finding problems, which --decisions goes without."""
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command(
@@ -45,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="write DIR/cleaned.jsonl by the page's download; clips of a problems.jsonl named behind it that it does "
+        help="write DIR/cleaned.jsonl by the page's download; clips of a problems.jsonl named beside it that it does "
         "not decide about are left out",
     )
     parser.add_argument(
@@ -65,6 +71,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give --model to find problems, or --decisions to write a cleaned manifest")
     if arguments.write_audio and not arguments.decisions:
         parser.error("--write-audio goes with --decisions")
+    idle = [
+        f"--{name.replace('_', '-')}" for name in OF_FINDING if getattr(arguments, name) != parser.get_default(name)
+    ]
+    if arguments.decisions and idle:
+        parser.error(f"--decisions goes without {', '.join(idle)}: it is applied to all rows, without a model")
     set_up_logging(arguments.verbose)
     try:
         return apply(arguments) if arguments.decisions else find(arguments)

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import statistics
+from collections import Counter
 
 import pytest
 
-from finetune.align import main, parse_arguments
+from finetune.align import job_of, main, parse_arguments
 from finetune.tools.alignment.formats import file_name, intervals, text_grid
-from finetune.tools.alignment.results import write_failed, write_results
+from finetune.tools.alignment.results import Summary, median, write_failed, write_results
 from finetune.tools.jobs.job import Totals
 
 
@@ -46,8 +48,10 @@ def test_a_text_grid_is_read_by_its_rules():
 
 
 def test_names_of_files_are_safe_and_never_meet():
-    taken: set[str] = set()
-    names = [file_name(i, taken) for i in ("../a/b.flac", "a_b.wav", "A/B", "", "..", "x" * 999)]
+    taken: dict[str, int] = {}
+    ids = ("../a/b.flac", "a_b.wav", "A/B", "a_b-3", "a_b-4", "a_b", "", "..", "x" * 999)
+    names = [file_name(i, taken) for i in ids]
+    assert names[:6] == ["a_b", "a_b-2", "A_B-3", "a_b-3-2", "a_b-4", "a_b-5"]
     assert len({name.casefold() for name in names}) == len(names)
     assert all("/" not in name and not name.startswith(".") and 0 < len(name) < 200 for name in names)
 
@@ -79,6 +83,21 @@ def test_a_failing_writer_leaves_the_file_of_before(tmp_path):
     assert output.read_text() == "before"
 
 
+def test_many_clips_of_one_id_take_little_time_and_memory(tmp_path):
+    summary, taken = Summary(), {}
+    for n in range(100_000):
+        summary.add({**row(), "loss": (n % 1000) / 100}, [n % 7])
+        assert file_name("talk.flac", taken)
+    assert len(taken) == 100_000
+    assert len(summary.token_losses) + len(summary.moved_frames) < 600
+    assert (median(summary.token_losses), median(summary.moved_frames)) == (pytest.approx(2.5, abs=0.01), 3)
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0], [3.0, 1.0, 1.0], [1.0, 5.0, 2.0, 2.0, 7.0, 5.0]])
+def test_the_median_of_counted_numbers_is_that_of_all(values):
+    assert median(Counter(values)) == statistics.median(values)
+
+
 def test_the_summary_counts_what_is_left_out_and_tells_a_shift(tmp_path):
     summary = write_results([row(str(i)) for i in range(20)], tmp_path / "rows.jsonl", ("json",))
     totals = Totals(clips=24)
@@ -95,6 +114,12 @@ def test_the_summary_counts_what_is_left_out_and_tells_a_shift(tmp_path):
     assert json.loads(file.read_text())["reason"] == "no piece for ж"
     assert write_failed(Totals(), tmp_path / "rows.jsonl", ("json",)) is None
     assert not file.exists()
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    assert write_results([], tmp_path / "rows.jsonl", ("json",)).clips == 0
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    assert write_results([], tmp_path / "none", ("srt",)).clips == 0
+    assert not (tmp_path / "none").exists()
+    assert write_failed(totals, tmp_path / "none", ("srt",)) == tmp_path / "none" / "failed.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +139,18 @@ def test_an_output_of_the_wrong_kind_is_refused(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main([*given[:-1], str(tmp_path / "file"), "--format", "srt"]) == 2
     assert "is a file" in capsys.readouterr().err
+    assert main([*given[:-1], "/", "--format", "srt"]) == 2
+    assert "--output: / is the root" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "job"), [(".", ".here.job"), ("..", ".{}.job"), ("there/new", ".new.job")])
+def test_the_directory_that_one_is_in_can_be_the_output(manifest, tmp_path, monkeypatch, name, job):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    arguments = ["--model", "m", "--data", str(manifest[0]), "--output", name, "--format", "srt"]
+    found = job_of(parse_arguments(arguments)).directory
+    assert found.name == job.format(tmp_path.name)
+    assert found.parent == (tmp_path / "here" / name).resolve().parent
 
 
 # ---- with a model ---------------------------------------------------------------------------------------------------
@@ -170,6 +207,14 @@ def test_the_whole_command_counts_and_writes(tiny_model, manifest, tmp_path, cap
     assert "1  left out: empty text" in said
     assert len(output.read_text(encoding="utf-8").splitlines()) == 4
     assert sorted(p.name for p in output.parent.iterdir()) == ["words.failed.jsonl", "words.jsonl"]
+    silent = tmp_path / "silent.jsonl"
+    silent.write_text(json.dumps({**manifest[1][0], "text": ""}) + "\n", encoding="utf-8")
+    before = output.read_bytes()
+    assert main([*given[:3], str(silent), *given[4:]]) == 1
+    said = capsys.readouterr()
+    assert "holds no clip that can be aligned" in said.err
+    assert "written" not in said.out
+    assert output.read_bytes() == before
     assert main([*given, "--format", "textgrid", "--max-failed", "0.9"]) == 2
     assert main([*given[:-3], str(tmp_path / "grids"), "--format", "textgrid,srt", "--max-failed", "0.9"]) == 0
     assert len(list((tmp_path / "grids").glob("*.TextGrid"))) == 4

@@ -25,7 +25,7 @@ from finetune.tools.cleaning.judging import Judgement, Problem, count_words, jud
 from finetune.tools.cleaning.mixtures import fit_mixture, probability
 from finetune.tools.cleaning.outputs import sentences_of, write_outputs
 from finetune.tools.cleaning.repeats import repeated
-from finetune.tools.cleaning.second_look import audio_for_page, name_exchanged, rows_at
+from finetune.tools.cleaning.second_look import audio_for_page, correct, name_exchanged, rows_at
 
 BASE = ROOT / "examples" / "base" / "fastconformer_tdt_3m.nemo"
 
@@ -352,17 +352,40 @@ def test_decisions_make_a_manifest_beside_the_old_one(data: Path, tmp_path: Path
         tmp_path / "problems.jsonl", [{"source": f"{data} line {n}", "reason": "r", "text": "t"} for n in (1, 3, 4)]
     )
     output = tmp_path / "out"
-    arguments = ["--decisions", str(decisions), str(problems), "--data", str(data), "--output", str(output)]
-    assert clean.main(arguments) == 0
-    written = read_lines(output / "cleaned.jsonl")
-    assert [(r["text"], Path(r["audio_filepath"])) for r in written] == [
-        ("Text a.", tmp_path / "0.wav"),
-        ("Mended.", tmp_path / "2.wav"),
-        ("Text e.", tmp_path / "4.wav"),
-    ]
-    assert all(r["speaker"] == "s" for r in written)
-    assert data.read_bytes() == before
-    assert "3 clips, 1 of them with a new text; 2 left out" in capsys.readouterr().out
+    for files in ((decisions, problems), (problems, decisions)):
+        arguments = ["--decisions", *map(str, files), "--data", str(data), "--output", str(output)]
+        assert clean.main(arguments) == 0
+        written = read_lines(output / "cleaned.jsonl")
+        assert [(r["text"], Path(r["audio_filepath"])) for r in written] == [
+            ("Text a.", tmp_path / "0.wav"),
+            ("Mended.", tmp_path / "2.wav"),
+            ("Text e.", tmp_path / "4.wav"),
+        ]
+        assert all(r["speaker"] == "s" for r in written)
+        assert data.read_bytes() == before
+        assert "3 clips, 1 of them with a new text; 2 left out" in capsys.readouterr().out
+
+
+def test_a_text_with_half_a_character_is_written(data: Path, tmp_path: Path) -> None:
+    data.write_text(data.read_text().replace("Text b.", "b\\ud800"))
+    decisions, output = decide(tmp_path / "decisions.jsonl", data, drop=(1, None)), tmp_path / "out"
+    assert clean.main(["--decisions", str(decisions), "--data", str(data), "--output", str(output)]) == 0
+    assert read_lines(output / "cleaned.jsonl")[0]["text"] == "b\ud800"
+
+
+def test_decisions_about_other_data_are_refused(
+    data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    decisions, output = decide(tmp_path / "decisions.jsonl", data, keep=(1, None), drop=(2, None)), tmp_path / "out"
+    arguments = ["--decisions", str(decisions), "--output", str(output), "--data"]
+    assert clean.main([*arguments, str(data)]) == 0
+    before = (output / "cleaned.jsonl").read_bytes()
+    assert clean.main([*arguments, data.name]) == 2
+    said = capsys.readouterr().err
+    assert f"none of the 2 decisions is about a row of --data: they name rows such as {data} line 1" in said
+    assert [p.name for p in output.iterdir()] == ["cleaned.jsonl"]
+    assert (output / "cleaned.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -388,27 +411,37 @@ def test_the_old_manifest_is_not_written_over(data: Path, tmp_path: Path, capsys
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
+MENDED = """\ufeffMended & <taken>, \u200fשלום\u200b: 'a' "b"\r\n\\n."""
+
+
 @pytest.fixture
-def page(data: Path, tmp_path: Path) -> Path:
-    """The page of three problems of `data`, with a text and a name that would act on it."""
+def hidden(data: Path) -> Path:
+    """`data` under a name with a sign that cannot be seen."""
+    return data.rename(data.with_name("da\u200bta.jsonl"))
+
+
+@pytest.fixture
+def page(hidden: Path, tmp_path: Path) -> Path:
+    """The page of three problems of `hidden`, with texts and a name that would act on it."""
+    data = hidden
     rows = rows_with_problems()
     rows[0] |= {"source": f"{data} line 1", "heard": "<img src=x onerror=document.title='bad'>", "id": "a\"'><b>"}
     rows[20] |= {"source": f"{data} line 2"}
     rows[80] |= {"source": f"{data} line 3"}
     judgement = judge(lambda: rows)
     listed = [p for p in judgement.problems if p.row["source"].startswith(str(data))]
-    corrections = {f"{data} line 2": "Mended & <taken>."}
+    corrections = {f"{data} line 2": MENDED}
     write_outputs(judgement, listed, corrections, {f"{data} line 1": "0.wav"}, tmp_path)
     return tmp_path / "clean.html"
 
 
-def test_problems_can_be_left_out(page: Path, data: Path) -> None:
+def test_problems_can_be_left_out(page: Path, hidden: Path) -> None:
     rows = read_lines(page.with_name("problems.jsonl"))
     assert [r["kind"] for r in rows] == [NOT_SAID, MISSING, "wrong_text"]
     keys = {"source", "reason", "id", "kind", "confidence", "text", "heard", "difference", "score", "correction"}
     assert all(keys <= r.keys() for r in rows)
     left_out = LeaveOut(str(page.with_name("problems.jsonl")), "data.leave_out")
-    found = [left_out.reason(f"{data} line {n}") for n in range(1, 6)]
+    found = [left_out.reason(f"{hidden} line {n}") for n in range(1, 6)]
     assert found == ["in_leave_out"] * 3 + [None] * 2
 
 
@@ -421,7 +454,7 @@ def test_the_page_escapes_and_holds_what_it_shows(page: Path) -> None:
     assert 'src="0.wav"' in html
 
 
-def test_decisions_of_the_page_come_back(page: Path, data: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:
+def test_decisions_of_the_page_come_back(page: Path, hidden: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:
     shown = opened(page)
     assert shown.title() == "Labels to look at"
     shown.keyboard.press("k")
@@ -439,14 +472,14 @@ def test_decisions_of_the_page_come_back(page: Path, data: Path, tmp_path: Path,
     download.value.save_as(decisions)
     assert [r["decision"] for r in read_lines(decisions)] == ["keep", "take", "drop"]
     output = tmp_path / "out"
-    assert clean.main(["--decisions", str(decisions), "--data", str(data), "--output", str(output)]) == 0
+    assert clean.main(["--decisions", str(decisions), "--data", str(hidden), "--output", str(output)]) == 0
     texts = [r["text"] for r in read_lines(output / "cleaned.jsonl")]
-    assert texts == ["Text a.", "Mended & <taken>.", "Text d.", "Text e."]
+    assert texts == ["Text a.", MENDED, "Text d.", "Text e."]
 
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Any]]:
-    """`opened(path)` opens a page in the system's Chromium; nothing may be said on its console."""
+    """`opened(path)` opens a page in a tab of the system's Chromium; nothing may be said on its console."""
     from playwright.sync_api import sync_playwright
 
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -457,9 +490,10 @@ def opened() -> Iterator[Callable[..., Any]]:
     complaints: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        tabs = browser.new_context()
 
         def open_page(path: Path) -> Any:
-            shown = browser.new_page()
+            shown = tabs.new_page()
             shown.on("console", lambda message: complaints.append(message.text))
             shown.on("pageerror", lambda error: complaints.append(str(error)))
             shown.goto(path.as_uri())
@@ -484,19 +518,45 @@ def test_the_last_decision_is_undone_and_all_are_there_when_the_page_is_opened_a
     shown.reload()
     assert shown.locator("#counter").inner_text() == "2 of 3 decided"
     assert [shown.locator(f"#p{n} .said").inner_text() for n in (1, 2, 3)] == ["dropped", "text taken", ""]
+    # A second tab: each takes over what the other one decides, and writes over nothing of it.
+    other = opened(page)
+    shown.locator("#p1").press("k")
+    other.locator("#counter", has_text="2 of 3 decided").wait_for()
+    other.locator("#p1 .said", has_text="kept").wait_for()
+    other.locator("#p3").press("d")
+    other.locator("#p2").press("u")
+    shown.locator("#p3 .said", has_text="dropped").wait_for()
+    shown.locator("#p1").press("d")
+    shown.reload()
+    assert [shown.locator(f"#p{n} .said").inner_text() for n in (1, 2, 3)] == ["dropped", "", "dropped"]
 
 
 def test_audio_that_a_browser_cannot_find_is_copied(data: Path, tmp_path: Path) -> None:
     lines = read_lines(data)
     lines[1] |= {"offset": 0.1, "duration": 0.25}
+    lines[2] |= {"duration": 0.3}
     write_manifest(data, lines)
     sources = open_sources([str(data)], "train")
-    problems = [Problem("silence", 1.0, {"source": f"{data} line {n}"}, "", 0.0) for n in (1, 2)]
+    problems = [Problem("silence", 1.0, {"source": f"{data} line {n}"}, "", 0.0) for n in (1, 2, 3)]
     folder = tmp_path / "a page"
     folder.mkdir()
     found = audio_for_page(problems, sources, folder, 16_000)
-    assert found == {f"{data} line 1": "../0.wav", f"{data} line 2": "audio/00000.flac"}
-    assert soundfile.info(folder / "audio" / "00000.flac").frames == 4000
+    assert found == {
+        f"{data} line 1": "../0.wav",
+        f"{data} line 2": "audio/00000.flac",
+        f"{data} line 3": "audio/00001.flac",
+    }
+    assert [soundfile.info(folder / "audio" / f"0000{n}.flac").frames for n in (0, 1)] == [4000, 4800]
+
+
+def test_a_text_is_offered_only_where_something_was_heard(data: Path) -> None:
+    write_manifest(data, [{**line, "text": ""} if n == 1 else line for n, line in enumerate(read_lines(data))])
+    heard = {"heard": "hello there", "loss": 30.0}
+    rows = [row(0, unheard=6.0, **heard), row(1, text="", **heard)]
+    rows = [{**each, "source": f"{data} line {n + 1}"} for n, each in enumerate(rows)]
+    problems = judge(lambda: rows).problems
+    assert [p.kind for p in problems] == ["speech_without_words"] * 2
+    assert correct(problems, open_sources([str(data)], "train")) == {f"{data} line 2": "hello there"}
 
 
 def test_the_second_look_goes_on_behind_damage(data: Path) -> None:
@@ -521,6 +581,10 @@ def test_arguments_that_do_not_go_together(data: Path, tmp_path: Path, capsys: A
         (["--data", str(data), "--model", "m", "--decisions", "d"], "--model to find"),
         (["--model", "m"], "--data is needed"),
         (["--data", str(data), "--model", "m", "--write-audio"], "--write-audio goes with"),
+        (
+            ["--data", str(data), "--decisions", "d", "--max-samples", "9", "--shard", "0/2", "--workers", "2"],
+            "--decisions goes without --max-samples, --workers, --shard:",
+        ),
     ):
         with pytest.raises(SystemExit, match="2"):
             clean.main([*arguments, "--output", str(tmp_path / "out")])

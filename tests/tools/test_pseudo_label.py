@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from finetune.tools.jobs.engines import Done, EngineSettings, Event, Ready
 from finetune.tools.jobs.job import Job, Totals
 from finetune.tools.jobs.running import run_job
 from finetune.tools.jobs.work import Outcome, Task, answer
-from finetune.tools.pseudo_labels.audio import open_audio_sources
+from finetune.tools.pseudo_labels.audio import open_audio_sources, recordings_of
 from finetune.tools.pseudo_labels.calibration import (
     Labelled,
     calibrate,
@@ -373,6 +374,33 @@ def test_another_set_of_recordings_or_a_used_directory_is_refused_and_nothing_is
     (out / "model.nemo").touch()
     assert main([*line, files[0]]) == 2
     assert "holds other things (model.nemo)" in capsys.readouterr().err
+
+
+def test_what_lies_beside_recordings(tmp_path, caplog):
+    """The command's own directory and hidden files do not count; a table makes a data source, and is named."""
+    talks = tmp_path / "talks"
+    for name in ("b.wav", "a/c.wav", "a/._c.wav", ".old/d.wav"):
+        (talks / name).parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(talks / name, np.zeros(RATE), RATE)
+    (talks / ".notes.json").touch()
+
+    def listed(folder: Path) -> list[str]:
+        open_audio_sources([str(talks)], None, folder)
+        return [row["audio_filepath"] for row in read_lines(folder / "recordings.jsonl")]
+
+    recordings = [str(talks / "b.wav"), str(talks / "a" / "c.wav")]
+    for _ in range(2):  # the second start finds what the first one left
+        assert listed(talks / "labels") == recordings
+        (talks / "labels" / "manifest.jsonl").touch()
+    shutil.rmtree(talks / "labels")
+    (talks / "rounds").mkdir()
+    (talks / "rounds" / "rounds.json").touch()
+    for number in (1, 2):
+        assert listed(talks / "rounds" / f"round-{number}") == recordings
+    (talks / "a" / "texts.csv").write_text("file_name,text\n")
+    with caplog.at_level("INFO"):
+        assert recordings_of(str(talks), talks / "rounds") == []
+    assert f"{talks} is a data source and no folder of recordings, since it holds {talks}/a/texts.csv" in caplog.text
 
 
 def test_long_recordings_come_in_smaller_shards(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from finetune.tools.segmentation.clips import fits
 from finetune.tools.segmentation.hearing import Progress, batches_of
 from finetune.tools.segmentation.matching import CELLS, anchored_share, match
 from finetune.tools.segmentation.output import cut
+from finetune.tools.segmentation.recording import SegmentSettings, open_recording, opened
 from finetune.tools.segmentation.spans import Candidate, Judged, Span, choose
 from finetune.tools.segmentation.texts import joined, read_words, words_of_line
 from finetune.tools.transcription.subtitles import Cue, srt, vtt
@@ -381,6 +383,36 @@ def test_recordings_whose_clips_would_have_the_same_ids(tmp_path: Path, capsys: 
     assert "talks-a.wav would have the same ids, talks-a-000000" in capsys.readouterr().err
 
 
+def test_a_directory_takes_another_text_until_there_are_clips_and_never_another_sound(tmp_path: Path) -> None:
+    audio, text, out = tmp_path / "a.wav", tmp_path / "a.txt", tmp_path / "out"
+    soundfile.write(audio, np.zeros(RATE), RATE)
+
+    def begin(words: str, *, renew: bool = False) -> set[str]:
+        """Write another text and start; return which files of the earlier start are still there."""
+        text.write_text(words)
+        with opened(out, open_recording(audio, text), SegmentSettings(str(BASE)), renew=renew):
+            return {path.name for path in out.iterdir() if not path.name.startswith(".")} - {"job.json"}
+
+    assert begin("of another recording") == set()
+    Progress(out / "heard.jsonl").add([{"text": "one"}])
+    Progress(out / "judged.jsonl").add([{"loss": 1}])
+    assert begin("of another recording") == {"heard.jsonl", "judged.jsonl"}
+    assert begin("the right one") == {"heard.jsonl"}
+    (out / "manifest.jsonl").touch()
+    (out / "shards").mkdir()
+    with pytest.raises(UserError, match="differs in text_sha256"):
+        begin("a third one")
+    assert begin("the right one") == {"heard.jsonl", "manifest.jsonl", "shards"}
+    assert begin("a third one", renew=True) == {"heard.jsonl"}
+    os.utime(audio, (1, 1))  # exported anew, with as many bytes
+    with pytest.raises(UserError, match="differs in audio_time"):
+        begin("a third one")
+    assert begin("a third one", renew=True) == set()
+    (out / "job.json").write_text("[1]")
+    with pytest.raises(UserError, match="out cannot be used"):
+        begin("a third one")
+
+
 @pytest.mark.slow
 def test_recordings_of_a_folder_are_cut_as_each_alone(
     recording: tuple[Path, list[tuple[float, float, str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -421,13 +453,13 @@ def test_recordings_of_a_folder_are_cut_as_each_alone(
     assert set(clips_of(str(tmp_path / "out" / "recordings/**/*.parquet"))) == {row["id"] for row in rows}
 
     # A text that was mended and a new threshold are taken up, with the work that there is.
-    heard = tmp_path / "out" / "recordings" / "a.flac" / "heard.jsonl"
-    before = heard.read_text()
+    folders = [tmp_path / "out" / "recordings" / f"{name}.flac" for name in parts]
+    before = [(folder / "heard.jsonl").read_text() for folder in folders]
     (texts / "talks/a/b.txt").write_text("\n".join(text for _, _, text in parts["talks/a/b"]))
     assert cut("--min-seconds", "0.6", "--workers", "2") == 0
     assert "3 of 3 recordings" in capsys.readouterr().out
     assert not list((tmp_path / "out").glob(".work-*"))
-    assert heard.read_text() == before
+    assert [(folder / "heard.jsonl").read_text() for folder in folders] == before
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert list(summary["recordings"]) == ["a", "talks/a", "talks/a/b"]
     rows = read_lines(tmp_path / "out" / "manifest.jsonl")
@@ -437,6 +469,20 @@ def test_recordings_of_a_folder_are_cut_as_each_alone(
     assert {row["recording"] for row in left_out} <= set(parts)
     assert cut("--max-seconds", "9") == 2
     assert "max_seconds (20.0, now 9.0)" in capsys.readouterr().err
+
+    # A recording that was taken away, or that fails by now, leaves no clips behind.
+    assert cut("--shards", "parquet") == 0
+    shards = [folder / "shards" / "train-00000-of-00001.parquet" for folder in folders]
+    assert sorted((tmp_path / "out").glob("recordings/**/*.parquet")) == sorted(shards)
+    (audio / "talks/a.flac").unlink()
+    (audio / "talks/a/b.flac").write_bytes(b"no sound")
+    assert cut("--shards", "parquet", "--max-failed", "0.6") == 0
+    rows = read_lines(tmp_path / "out" / "manifest.jsonl")
+    assert {row["audio_filepath"] for row in rows} == {str(audio / "a.flac")}
+    assert list((tmp_path / "out").glob("recordings/**/*.parquet")) == shards[:1]
+    assert pq.read_table(shards[0])["id"].to_pylist() == [row["id"] for row in rows]
+    assert [(folder / "heard.jsonl").read_text() for folder in folders] == before
+
     assert run(audio / "a.flac", texts / "a.txt", tmp_path / "b", "--workers", "2") == 2
     assert "name folders of these" in capsys.readouterr().err
     assert run(audio, texts / "a.txt", tmp_path / "b") == 2

@@ -60,11 +60,15 @@ def subtitles(row: dict[str, Any]) -> str:
     return srt(cues_of(row["words"]))
 
 
-def file_name(id_: str, taken: set[str]) -> str:
-    """Return a name without a suffix for a clip's files, which no other clip has, and add it to `taken`."""
+def file_name(id_: str, taken: dict[str, int]) -> str:
+    """Return a name without a suffix for a clip's files, which no other clip has, and note it in `taken`: of each name
+    how many clips would have it."""
     plain = UNFIT.sub("_", re.sub(r"\.\w{1,4}$", "", id_)).strip("._")[-LONGEST_NAME:] or "clip"
-    name, number = plain, 2
+    number = taken.get(plain.casefold(), 0) + 1
+    name = plain if number == 1 else f"{plain}-{number}"
     while name.casefold() in taken:
-        name, number = f"{plain}-{number}", number + 1
-    taken.add(name.casefold())
+        number += 1
+        name = f"{plain}-{number}"
+    taken[plain.casefold()] = number
+    taken.setdefault(name.casefold(), 1)
     return name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
+import bisect
+import itertools
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,17 +38,18 @@ class Summary:
     words: int = 0
     unsure: int = 0
     seconds: float = 0.0
-    token_losses: list[float] = field(default_factory=list)
-    """By clip: nats a token."""
-    moved_frames: list[float] = field(default_factory=list)
+    token_losses: Counter[float] = field(default_factory=Counter)
+    """Clips by their nats a token, to the hundredth: a few hundred numbers for millions of clips."""
+    moved_frames: Counter[float] = field(default_factory=Counter)
+    """Pauses by how far the words behind them lie off, to the hundredth of a frame."""
 
     def add(self, row: dict[str, Any], moved_frames: list[float]) -> None:
         self.clips += 1
         self.words += len(row["words"])
         self.unsure += sum(word["confidence"] < UNSURE for word in row["words"])
         self.seconds += row["duration"]
-        self.token_losses.append(row["loss"] / max(len(row["tokens"]), 1))
-        self.moved_frames += moved_frames
+        self.token_losses[round(row["loss"] / max(len(row["tokens"]), 1), 2)] += 1
+        self.moved_frames.update(round(frames, 2) for frames in moved_frames)
 
     def lines(self, shift: float, totals: Totals) -> list[str]:
         """Return the summary in words.
@@ -59,15 +61,15 @@ class Summary:
         said = [f"{self.clips:,} clips aligned: {self.words:,} words in {duration(self.seconds)}"]
         if self.words:
             said.append(
-                f"loss: {statistics.median(self.token_losses):.2f} nats a token in the median clip; "
+                f"loss: {median(self.token_losses):.2f} nats a token in the median clip; "
                 f"{self.unsure / self.words:.1%} of the words have a confidence below {UNSURE}"
             )
-        if len(self.moved_frames) >= LEAST_PAUSES:
-            off = statistics.median(self.moved_frames)
+        if (pauses := self.moved_frames.total()) >= LEAST_PAUSES:
+            off = median(self.moved_frames)
             if abs(off) > MOST_SHIFT:
                 said.append(
                     f"the model's tokens come {abs(off):.2f} frames {'before' if off > 0 else 'behind'} the words "
-                    f"behind {len(self.moved_frames):,} pauses: with --shift {shift + off:.2f} words inside speech "
+                    f"behind {pauses:,} pauses: with --shift {shift + off:.2f} words inside speech "
                     "are placed better"
                 )
         for reason, n in totals.filtered.most_common():
@@ -79,13 +81,25 @@ class Summary:
         return [one_line(line) for line in said]
 
 
+def median(counts: Counter[float]) -> float:
+    """Return the middle of numbers that are counted by their value; of two the mean."""
+    values = sorted(counts)
+    up_to = list(itertools.accumulate(counts[value] for value in values))
+    middle = [values[bisect.bisect_right(up_to, n)] for n in ((up_to[-1] - 1) // 2, up_to[-1] // 2)]
+    return sum(middle) / 2
+
+
 def write_results(rows: Iterable[dict[str, Any]], output: Path, formats: tuple[str, ...]) -> Summary:
-    """Write all rows: to the file `output`, or with other formats than JSON into the directory `output`."""
-    summary, taken, alone = Summary(), set[str](), formats == ("json",)
+    """Write all rows: to the file `output`, or with other formats than JSON into the directory `output`; without a row
+    nothing is touched."""
+    rows = iter(rows)
+    if (first := next(rows, None)) is None:
+        return Summary()
+    summary, taken, alone = Summary(), dict[str, int](), formats == ("json",)
     file = output if alone else output / ROWS
     file.parent.mkdir(parents=True, exist_ok=True)
     with _whole(file) if "json" in formats else _nothing() as lines:
-        for row in rows:
+        for row in itertools.chain([first], rows):
             moved_frames = row.pop("moved_frames")
             summary.add(row, moved_frames)
             if lines is not None:
@@ -110,6 +124,7 @@ def write_failed(totals: Totals, output: Path, formats: tuple[str, ...]) -> Path
     file.unlink(missing_ok=True)
     if not totals.failed:
         return None
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, "".join(json_line(record) + "\n" for record in totals.failed))
     return file
 

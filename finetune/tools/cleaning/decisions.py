@@ -1,6 +1,5 @@
 """What somebody decided about the problems, and the manifest that follows from it."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from finetune.data.sources import OpenSource
 from finetune.errors import UserError
 from finetune.security.documents import parse_json
+from finetune.security.safe_text import json_line
 from finetune.tools.command_line import writing
 from finetune.tools.splits import all_rows, check_audio, manifest_row
 
@@ -35,12 +35,13 @@ class Decisions:
 
 
 def read_decisions(files: list[Path]) -> Decisions:
-    """Read files of the page's download, and problems.jsonl, whose clips are dropped where no file before decides.
+    """Read files of the page's download, and problems.jsonl, whose clips are dropped where no other file decides, in
+    whichever order they come.
 
     Raises:
         UserError: a file cannot be read or holds other things.
     """
-    decisions = Decisions()
+    decisions, problems = Decisions(), []
     for file in files:
         number = 0
         try:
@@ -54,7 +55,10 @@ def read_decisions(files: list[Path]) -> Decisions:
                     text = row.get("text")
                     if decision == TAKE and not (isinstance(text, str) and text.strip()):
                         raise ValueError
-                    decisions.add(place, decision, text)
+                    if "decision" in row:
+                        decisions.add(place, decision, text)
+                    else:
+                        problems.append(place)
         except OSError as error:
             raise UserError(f"--decisions: {file} cannot be read: {error.strerror or error}.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -62,6 +66,8 @@ def read_decisions(files: list[Path]) -> Decisions:
                 f'--decisions: line {number or 1} of {file} is no {{"source": "FILE line N", "decision": '
                 '"keep, drop or take", "text": "..."}, as the page of problems writes it.'
             ) from error
+    for place in problems:
+        decisions.add(place, DROP, None)
     return decisions
 
 
@@ -74,7 +80,8 @@ def write_cleaned(
         Rows written, dropped and corrected, and decisions about rows that are not there (`unknown`).
 
     Raises:
-        UserError: the audio lies in shards, or the manifest cannot be written, or stands among the sources.
+        UserError: the audio lies in shards, no decision is about a row that there is, or the manifest cannot be
+            written, or stands among the sources.
     """
     file = folder / CLEANED
     if any(Path(shard.file).resolve() == file.resolve() for source in sources for shard in source.shards):
@@ -82,7 +89,8 @@ def write_cleaned(
     for source in sources:
         check_audio(source, write_audio, folder)
     counts: Counter[str] = Counter()
-    missing = {*decisions.dropped, *decisions.kept, *decisions.texts}
+    decided = {*decisions.dropped, *decisions.kept, *decisions.texts}
+    missing = set(decided)
     with writing("--output", file):
         folder.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(".part")
@@ -98,7 +106,15 @@ def write_cleaned(
                     new["text"] = decisions.texts[place]
                     counts["corrected"] += 1
                 counts["written"] += 1
-                lines.write(json.dumps(new, ensure_ascii=False) + "\n")
+                lines.write(json_line(new) + "\n")
+        if decided and missing == decided:
+            aside.unlink()
+            read = min(shard.file for source in sources for shard in source.shards)
+            raise UserError(
+                f"--decisions: none of the {len(decided):,} decisions is about a row of --data: they name rows such "
+                f"as {min(decided)}, --data reads {read}. Write its paths as they were written when the problems "
+                "were found."
+            )
         aside.replace(file)
     counts["unknown"] = len(missing)
     return counts

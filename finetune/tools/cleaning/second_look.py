@@ -3,6 +3,7 @@
 S samples.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,14 @@ import soundfile
 
 from finetune.data.batch import collate
 from finetune.data.batching import BatchLimits
+from finetune.data.decode import audio_seconds
 from finetune.data.filters import FilteredUtterance
 from finetune.data.options import StreamOptions
 from finetune.data.position import FINISHED
 from finetune.data.quarantine import BadUtterance
 from finetune.data.shards import Row
 from finetune.data.sources import OpenSource
-from finetune.data.utterances import DecodedUtterance, decode, examine, no_tokens
+from finetune.data.utterances import DecodedUtterance, decode, examine, no_tokens, row_duration
 from finetune.tools.cleaning.edits import split_words
 from finetune.tools.cleaning.judging import SURE, Problem, possible_pairs
 from finetune.tools.cleaning.listening import Listener
@@ -27,6 +29,7 @@ from finetune.tools.splits import all_rows
 
 PAIRS_TRIED = 2000
 LEFT_OVER = 0.25  # at most, of what both texts lack to what is heard, when they are exchanged
+ROUNDED = 0.05  # seconds by which a row's duration may lie below its file's
 PLAYED = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")  # by browsers
 
 
@@ -110,6 +113,9 @@ def correct(problems: list[Problem], sources: list[OpenSource]) -> dict[str, str
         elif problem.kind in ("silence", "repeated", "cut_off"):
             # Half a word remains in the audio where it is cut.
             text = ""
+        elif problem.kind == "speech_without_words" and problem.edit is None:
+            # Nothing was heard in a stretch of it: the text may have what the model lacks.
+            text = ""
         elif problem.edit is not None:
             own = split_words(written.get(place, ""))
             text = problem.edit.applied_to(own if len(own) == len(given) else given)
@@ -133,10 +139,10 @@ def audio_for_page(
     for source, place, row in rows_at(sources, {p.row["source"] for p in problems}):
         audio = row.get(source.columns["audio"])
         path = audio.get("path") if isinstance(audio, dict) and audio.get("bytes") is None else audio
-        whole = not (source.is_manifest and row.get("offset") is not None)
-        if isinstance(path, str) and whole and "://" not in path and "://" not in (source.folder or ""):
+        if isinstance(path, str) and "://" not in path and "://" not in (source.folder or ""):
             file = Path(source.folder or "", path)
-            if file.is_file() and file.suffix.lower() in PLAYED:
+            playable = file.is_file() and file.suffix.lower() in PLAYED
+            if playable and not (source.is_manifest and is_part(file, row)):
                 found[place] = quote(os.path.relpath(file.absolute(), folder.absolute()))
                 continue
         inside.add(place)
@@ -150,6 +156,16 @@ def audio_for_page(
             raise OSError(f"{file}: {error}") from error
         found[place] = f"audio/{n:05d}.flac"
     return found
+
+
+def is_part(file: Path, row: Row) -> bool:
+    """Return whether a row of a manifest is a part of its file, which one without an offset is of its beginning."""
+    if row.get("offset") is not None:
+        return True
+    seconds = row_duration(row)
+    with contextlib.suppress(BadUtterance):
+        return seconds is not None and audio_seconds(str(file)) > seconds + ROUNDED
+    return False
 
 
 def certain(problems: list[Problem]) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -14,8 +15,12 @@ from finetune.paths import check_access
 from finetune.security.safe_text import json_line
 from finetune.tools.command_line import writing
 
+log = logging.getLogger(__name__)
+
 DATA_SUFFIXES = {".parquet", ".arrow", ".tar", ".json", ".jsonl", ".ndjson", ".csv"}
 RECORDINGS = "recordings.jsonl"
+ROUNDS = "rounds.json"
+"""In a directory of rounds, each of which labels into a directory below it."""
 
 
 def open_audio_sources(data: list[str], split: str | None, folder: Path) -> list[OpenSource]:
@@ -26,9 +31,10 @@ def open_audio_sources(data: list[str], split: str | None, folder: Path) -> list
     """
     files: list[str] = []
     others: list[str] = []
+    output = folder.parent if (folder.parent / ROUNDS).is_file() else folder
     for name in data:
         check_access(name, "--data")
-        found = recordings_of(name)
+        found = recordings_of(name, output)
         files += found
         others += [] if found else [name]
     if split is not None and not others:
@@ -56,22 +62,24 @@ def open_audio_sources(data: list[str], split: str | None, folder: Path) -> list
     return sources
 
 
-def recordings_of(name: str) -> list[str]:
+def recordings_of(name: str, output: Path) -> list[str]:
     """Return the absolute paths of audio files that a name stands for, sorted: the file, or all below a folder that
-    holds no shards, manifests or tables; none for a data source."""
+    holds no shards, manifests or tables; none for a data source. Hidden files, such as macOS's ._a.wav, and what this
+    command leaves in `output` do not count."""
     suffixes = {f".{kind.lower()}" for kind in soundfile.available_formats()} | {".opus", ".aif"}
     path = Path(name)
     if path.is_file():
         return [str(path.absolute())] if path.suffix.lower() in suffixes else []
     found: list[str] = []
     for folder, folders, files in os.walk(path):
-        folders.sort()
-        kinds = {Path(file).suffix.lower() for file in files}
-        if kinds & DATA_SUFFIXES:
+        folders[:] = sorted(
+            below for below in folders if below[0] != "." and Path(folder, below).resolve() != output.resolve()
+        )
+        shown = sorted(file for file in files if file[0] != ".")
+        found += [os.path.abspath(os.path.join(folder, f)) for f in shown if Path(f).suffix.lower() in suffixes]
+        table = next((os.path.join(folder, f) for f in shown if Path(f).suffix.lower() in DATA_SUFFIXES), None)
+        if table is not None:
+            if found:
+                log.info("--data: %s is a data source and no folder of recordings, since it holds %s", name, table)
             return []
-        found += [
-            os.path.abspath(os.path.join(folder, file))
-            for file in sorted(files)
-            if Path(file).suffix.lower() in suffixes
-        ]
     return found

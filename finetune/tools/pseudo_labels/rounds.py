@@ -22,6 +22,7 @@ from finetune.config.load import load_config
 from finetune.durable_files import sha256_of, write_json, write_text
 from finetune.errors import UserError
 from finetune.tools.command_line import writing
+from finetune.tools.pseudo_labels.audio import ROUNDS
 from finetune.tools.pseudo_labels.labels import LabelSettings, check_output, label
 from finetune.tools.search.trials import POLL_SECONDS, TRAIN, reason_of, setting_words, start_training
 
@@ -76,7 +77,7 @@ def run_rounds(plan: Rounds, engine: EngineSettings, folder: Path) -> Summary:
             found = plan.labelling(model, plan.settings, engine, own)
             assert found is not None  # an array of tasks takes no rounds
             done[name] = {k: found[k] for k in ("kept_clips", "kept_hours", "share", "expected_wer")}
-            write_json(folder / "rounds.json", state)
+            write_json(folder / ROUNDS, state)
         summary = json.loads((own / "summary.json").read_text(encoding="utf-8"))
         if not summary["kept_clips"]:
             raise UserError(f"round {number} keeps no clip: {own / 'left_out.jsonl'} has the reasons.", exit_code=1)
@@ -87,7 +88,7 @@ def run_rounds(plan: Rounds, engine: EngineSettings, folder: Path) -> Summary:
             log.info("round %d of %d: train on its labels; %s has the log", number, plan.rounds, own / "train.log")
             train(_training_words(plan, [*sources, _labels(own, plan.weight)], run), own / "train.log")
             done[name] = _of_training(run)
-            write_json(folder / "rounds.json", state)
+            write_json(folder / ROUNDS, state)
         model = str(run)
     for name in RESULTS:
         write_text(folder / name, (folder / f"round-{plan.rounds}" / name).read_text(encoding="utf-8"))
@@ -156,7 +157,7 @@ def _open_state(plan: Rounds, folder: Path) -> dict[str, Any]:
         "weight": plan.weight,
     }
     wanted = json.loads(json.dumps(wanted))
-    file = folder / "rounds.json"
+    file = folder / ROUNDS
     check_output(folder, file.name)
     if not file.is_file():
         state = {"settings": wanted, "stages": {}}

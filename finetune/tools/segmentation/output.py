@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CLIPS_PER_SHARD = 1000
 ROWS_PER_GROUP = 50
-CONTENT = ("model_files", "text_sha256")
+CONTENT = ("model_files", "text_sha256", "audio_time")
 """Settings whose values say nothing to people."""
 
 
@@ -40,10 +40,13 @@ def open_job(folder: Path, settings: dict[str, Any]) -> None:
     Raises:
         UserError: the folder holds another job, or other files.
     """
-    path = folder / "job.json"
     try:
-        if path.exists():
-            if differing := differing_from(folder, settings):
+        if before := settings_in(folder):
+            differing = [
+                key if key in CONTENT else f"{key} ({before.get(key)!r}, now {settings.get(key)!r})"
+                for key in keys_differing(before, settings)
+            ]
+            if differing:
                 raise UserError(
                     f"--output: {folder} holds another job: it differs in {', '.join(differing)}. Choose another "
                     "directory."
@@ -52,23 +55,39 @@ def open_job(folder: Path, settings: dict[str, Any]) -> None:
         if folder.exists() and any(not p.name.startswith(".") for p in folder.iterdir()):
             raise UserError(f"--output: {folder} holds files that are not of this command. Choose another directory.")
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, settings)
-    except (OSError, ValueError, AttributeError) as error:
+        write_json(folder / "job.json", settings)
+    except OSError as error:
         raise UserError(f"--output: {folder} cannot be used: {error}", exit_code=1) from error
 
 
-def differing_from(folder: Path, settings: dict[str, Any]) -> list[str]:
-    """Return, in words, in which settings the job of a folder differs from these; both ways.
+def settings_in(folder: Path) -> dict[str, Any]:
+    """Return the settings of a folder's job; none where it has no job.
 
     Raises:
-        OSError, ValueError: its job.json cannot be read.
+        UserError: its job.json cannot be read.
     """
-    before = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    return [
-        key if key in CONTENT else f"{key} ({before.get(key)!r}, now {settings.get(key)!r})"
-        for key in {**settings, **before}
-        if before.get(key) != settings.get(key)
-    ]
+    try:
+        path = folder / "job.json"
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"--output: {folder} cannot be used: {error}", exit_code=1) from error
+
+
+def keys_differing(before: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Return in which settings two jobs differ; both ways."""
+    return [key for key in {**settings, **before} if before.get(key) != settings.get(key)]
+
+
+def remove_results(folder: Path) -> bool:
+    """Take away what became of a recording, but for what was heard in it; return whether there was a manifest."""
+    for name in ("shards", "shards.tmp"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("judged.jsonl", "left_out.jsonl", "summary.json"):
+        (folder / name).unlink(missing_ok=True)
+    manifest = folder / "manifest.jsonl"
+    was_there = manifest.exists()
+    manifest.unlink(missing_ok=True)
+    return was_there
 
 
 def name_in_ids(recording: str) -> str:

@@ -25,7 +25,16 @@ from finetune.tools.jobs.job import alone_in, stamp_of_model
 from finetune.tools.segmentation.clips import Limits, make_clips
 from finetune.tools.segmentation.hearing import Pauses, Progress, SameRecording, hear, stretches_of
 from finetune.tools.segmentation.judging import Writing, judge
-from finetune.tools.segmentation.output import differing_from, open_job, rows_of, summary_of, write_lines, write_shards
+from finetune.tools.segmentation.output import (
+    keys_differing,
+    open_job,
+    remove_results,
+    rows_of,
+    settings_in,
+    summary_of,
+    write_lines,
+    write_shards,
+)
 from finetune.tools.segmentation.spans import spans_of
 from finetune.tools.segmentation.texts import read_words
 
@@ -105,23 +114,32 @@ def load_segmenter(s: SegmentSettings, device: str) -> AsrModel:
 
 @contextlib.contextmanager
 def opened(folder: Path, recording: Recording, s: SegmentSettings, *, renew: bool = False) -> Iterator[None]:
-    """Make the directory of a recording, or take it up from an earlier start, for this process alone.
+    """Make the directory of a recording, or take it up from an earlier start, for this process alone. Where another
+    text led to no clips yet, this one takes over what was heard.
 
     Args:
-        renew: whether the work on another text or sound is deleted.
+        renew: whether it takes over from other texts in any case, and the work on another sound is deleted.
 
     Raises:
         UserError: it holds another job, or another process works on it.
     """
+    sound = recording.audio.stat()
     settings = {
         "command": "segment",
         "audio": str(recording.audio),
-        "audio_bytes": recording.audio.stat().st_size,
+        "audio_bytes": sound.st_size,
+        "audio_time": sound.st_mtime_ns,
         "text_sha256": sha256_of(recording.text),
         **s.fixed(),
     }
-    if renew and (folder / "job.json").exists() and differing_from(folder, settings):
-        shutil.rmtree(folder)
+    before = settings_in(folder)
+    if before and (differing := keys_differing(before, settings)):
+        if differing == ["text_sha256"] and (renew or not (folder / "manifest.jsonl").exists()):
+            with alone_in(folder):
+                remove_results(folder)
+                write_json(folder / "job.json", settings)
+        elif renew:
+            shutil.rmtree(folder)
     open_job(folder, settings)
     with alone_in(folder):
         yield

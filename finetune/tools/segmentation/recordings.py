@@ -24,7 +24,7 @@ from finetune.errors import UserError
 from finetune.security.safe_text import json_line
 from finetune.tools.jobs.job import Job, stamp, write_failed
 from finetune.tools.jobs.running import run_job
-from finetune.tools.segmentation.output import name_in_ids, open_job, sum_of
+from finetune.tools.segmentation.output import name_in_ids, open_job, remove_results, sum_of
 from finetune.tools.segmentation.recording import (
     SegmentSettings,
     load_segmenter,
@@ -157,6 +157,7 @@ def segment_recordings(
         return None, totals
     results = list(job.results())
     folders = {result["id"]: folder / "recordings" / result["folder"] for result in results}
+    _leave_only(folder / "recordings", set(folders.values()))
     _together(folder / "manifest.jsonl", folders, lambda name, row: row)
     _together(folder / "left_out.jsonl", folders, lambda name, row: {"recording": name, **row})
     write_failed(totals, folder / "failed.jsonl")
@@ -190,6 +191,17 @@ def _listed(pairs: dict[str, Pair], folder: Path, s: SegmentSettings) -> Path:
     os.utime(aside, (0, 0))  # a part of the job's identity, and several tasks of an array may write it
     put_in_place(aside, path)
     return path
+
+
+def _leave_only(folder: Path, wanted: set[Path]) -> None:
+    """Take away the clips of recordings that are there no more, or can be cut no more, lest a training by a glob of
+    shards takes them; what was heard in them stays."""
+    others = [file.parent for file in folder.rglob("job.json") if file.is_file() and file.parent not in wanted]
+    if removed := [path.relative_to(folder).as_posix() for path in sorted(others) if remove_results(path)]:
+        log.warning(
+            "the clips of %d recordings of earlier starts, such as %s, are none of this result and are taken away; "
+            "what was heard in them stays", len(removed), removed[0],
+        )  # fmt: skip
 
 
 def _together(file: Path, folders: dict[str, Path], change: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:

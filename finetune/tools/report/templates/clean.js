@@ -7,19 +7,29 @@
 
   const place = `decisions of ${location.pathname}`;
   const order = [];  // the problems that were decided, the latest last
+  const told = new Map(problems.map((p) => [p, {
+    source: JSON.parse(p.dataset.source), id: JSON.parse(p.dataset.id), correction: JSON.parse(p.dataset.correction),
+  }]));
 
-  function remember() {
-    const rows = problems.filter((p) => p.dataset.decision)
-      .map((p) => [p.dataset.source, [p.dataset.decision, p.dataset.correction]]);
-    try { localStorage.setItem(place, JSON.stringify(Object.fromEntries(rows))); } catch { /* it has no storage */ }
+  function stored() {
+    try { return JSON.parse(localStorage.getItem(place)) || {}; } catch { return {}; }
+  }
+
+  function remember(problem) {  // this one only: another tab may have decided about others
+    const rows = stored();
+    const { source, correction } = told.get(problem);
+    if (problem.dataset.decision) rows[source] = [problem.dataset.decision, correction];
+    else delete rows[source];
+    try { localStorage.setItem(place, JSON.stringify(rows)); } catch { /* it has no storage */ }
   }
 
   function recall() {
-    let rows;
-    try { rows = JSON.parse(localStorage.getItem(place)) || {}; } catch { return; }
+    const rows = stored();
     for (const problem of problems) {
-      const [decision, correction] = rows[problem.dataset.source] || [];
-      if (words[decision] && correction === problem.dataset.correction) decide(problem, decision);
+      const { source, correction } = told.get(problem);
+      const [decision, of] = rows[source] || [];
+      const known = words[decision] && of === correction ? decision : "";
+      if (known !== (problem.dataset.decision || "")) show(problem, known);
     }
   }
 
@@ -31,7 +41,12 @@
   }
 
   function decide(problem, decision) {
-    if (decision === "take" && !problem.dataset.correction) return;
+    if (decision === "take" && !told.get(problem).correction) return;
+    show(problem, decision);
+    remember(problem);
+  }
+
+  function show(problem, decision) {
     if (decision) problem.dataset.decision = decision;
     else delete problem.dataset.decision;
     for (const button of problem.querySelectorAll("[data-decision]")) {
@@ -40,7 +55,6 @@
     problem.querySelector(".said").textContent = words[decision] || "";
     counter.textContent = `${problems.filter((p) => p.dataset.decision).length} of ${problems.length} decided`;
     order.push(problem);
-    remember();
   }
 
   function go(from, step) {
@@ -52,8 +66,9 @@
 
   function download() {
     const lines = problems.filter((p) => p.dataset.decision).map((p) => {
-      const row = { source: p.dataset.source, id: p.dataset.id, decision: p.dataset.decision };
-      if (row.decision === "take") row.text = p.dataset.correction;
+      const { source, id, correction } = told.get(p);
+      const row = { source, id, decision: p.dataset.decision };
+      if (row.decision === "take") row.text = correction;
       return JSON.stringify(row) + "\n";
     });
     const link = document.createElement("a");
@@ -86,6 +101,7 @@
     } else return;
     event.preventDefault();
   });
+  addEventListener("storage", (event) => { if (event.key === place) recall(); });  // what other tabs decide
   recall();
   if (problems.length) problems[0].focus({ preventScroll: true });
 })();
