@@ -134,7 +134,7 @@ def _quantize_static(
     ranges: Path,
     inputs: Iterator[Mapping[str, np.ndarray]] | None,
 ) -> None:
-    """Outputs of products stay in float, as in dynamic int8: quantised as well they changed more texts."""
+    """Outputs of products stay in float, as in dynamic int8."""
     from onnxruntime.quantization import (
         CalibrationDataReader,
         CalibrationMethod,
