@@ -29,7 +29,7 @@ from finetune.errors import UserError
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import WerAccumulator
-from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
+from finetune.evaluation.utterance_counts import BEST, BEST_TRAINED, UtteranceCounts, compare_evaluations
 from finetune.models.adapters import write_adapter
 from finetune.models.nemo import learning_batchnorms
 from finetune.models.nemo_archive import load_weights, write_nemo
@@ -236,12 +236,20 @@ class Evaluator:
             change, bound = broadcast(self._on_choice)
             if not self.judge.judge(weights, rate, found[CHOICE].total.rates()["wer"], change, bound):
                 return False
-        if rate is None or (p.best_wer is not None and rate >= p.best_wer):
+        if rate is None:
+            return False
+        main, best_trained = self.accelerator.is_main_process, False
+        if p.step and (p.best_trained_wer is None or rate < p.best_trained_wer):
+            p.best_trained_wer, best_trained = rate, True
+        if p.best_wer is not None and rate >= p.best_wer:
+            if best_trained and p.best_step == 0 and main:
+                keep_counts(self.output_dir / BEST_TRAINED, found["validation"])
             return False
         p.best_wer, p.best_step, p.best_weights = rate, p.step, weights
         self.keep_model(model)
-        if self.keeps_models and self.accelerator.is_main_process:
-            keep_best(self.output_dir, "validation", found["validation"])
+        if self.keeps_models and main:
+            keep_counts(self.output_dir / BEST, found["validation"])
+            (self.output_dir / BEST_TRAINED).unlink(missing_ok=True)
         return True
 
     def keep_model(self, model: AsrModel) -> None:
@@ -433,9 +441,8 @@ def keep_base(folder: Path, split: str, wer: WerAccumulator) -> None:
     wer.utterance_counts.save(folder / f"base-{split}.npz")
 
 
-def keep_best(folder: Path, split: str, wer: WerAccumulator) -> None:
-    """Keep the counts by utterance of the model that is model.nemo, with which runs are compared."""
-    path = folder / f"best-{split}.npz"
+def keep_counts(path: Path, wer: WerAccumulator) -> None:
+    """Keep counts by utterance, with which runs are compared."""
     try:
         wer.utterance_counts.save(path)
     except OSError as error:  # the run cannot be compared with others; no training ends for that

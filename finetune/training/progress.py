@@ -32,6 +32,7 @@ class Progress:
     best_step: int | None = None
     best_wer: float | None = None
     best_weights: str = "raw"
+    best_trained_wer: float | None = None
     wer_before: dict[str, Any] | None = None
     guard_before: float | None = None
     base_wer: dict[str, float] = field(default_factory=dict)

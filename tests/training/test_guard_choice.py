@@ -14,6 +14,8 @@ import yaml
 from conftest import read_lines, write_manifest
 from run_callbacks import around_steps
 
+from finetune.evaluation.utterance_counts import BEST_TRAINED
+
 LIMIT = "+0.4"
 Arguments = Callable[..., list[str]]
 
@@ -308,6 +310,7 @@ def test_a_run_that_diverges_ends_early_with_its_best_model(limited, failed, tmp
     assert told["steps"] < 20
     assert told["best_step"] == 0
     assert told["guard_limit"]["kept"]
+    assert not (tmp_path / "run" / BEST_TRAINED).exists(), "no evaluation after step 0 keeps the limit"
     assert told["drift_warnings"]["diverges"] == 1
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert f"Stopped after {told['steps']} steps in" in page
