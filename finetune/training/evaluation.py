@@ -78,9 +78,7 @@ class Evaluator:
         self.file = LineFile(self.output_dir / "evaluations.jsonl")
         self.keeps_models = True
         """False measures a run without writing model.nemo."""
-        limit = config.data.guard_limit if CHOICE in sources else None
-        confidence = config.data.guard_confidence
-        self.judge = None if limit is None else GuardJudge(parse_guard_limit(limit), confidence, progress)
+        self.judge = _judge_of(config, sources, progress)
         self.chosen_by = ("validation",) if self.judge is None else ("validation", CHOICE)
         """Splits that decide which model is best."""
         self._on_choice: tuple[dict[str, Any] | None, float | None] = None, None
@@ -168,8 +166,8 @@ class Evaluator:
                     keep_base(folder, split, wer)
             elif (split == CHOICE or (split in GUARDS and marks == {})) and main:
                 change = compare_with_base(folder, split, wer)
-                if split == CHOICE and self.judge is not None and (base := base_counts(folder, split)) is not None:
-                    bound = self.judge.bound(rate, base, wer.utterance_counts)
+                if split == CHOICE and self.judge is not None:
+                    bound = self.judge.bound(rate, base_counts(folder, split), wer.utterance_counts)
             if split == CHOICE:
                 self._on_choice = change, bound
             if main:
@@ -379,6 +377,33 @@ class Evaluator:
             p.best_step, p.best_wer, p.best_weights = None, None, "raw"
         else:
             p.best_step, p.best_wer, p.best_weights = kept["step"], kept["validation_wer"], kept["weights"]
+
+    def check_limit_after_resume(self) -> None:
+        """Judge what was judged before by the limit of now.
+
+        Raises:
+            UserError: as from `GuardJudge.check_after_resume`; or what data.guard_confidence needs is lost.
+        """
+        if self.judge is None:
+            return
+        self.judge.check_after_resume(on_main(lambda: read_best(self.output_dir)))
+        if self.judge.confidence > 0.5 and on_main(lambda: base_counts(self.output_dir, CHOICE) is None):
+            raise UserError(
+                f"data.guard_confidence: {self.output_dir / f'base-{CHOICE}.npz'}, the base model's errors by clip, "
+                "is not there or damaged, so that no bound can be told. Copy it from the directory of the run that "
+                "wrote the checkpoint, or begin anew (training.overwrite_output_dir=true)."
+            )
+
+
+def _judge_of(config: RunConfig, sources: dict[str, list[OpenSource]], progress: Progress) -> GuardJudge | None:
+    """Return what judges by data.guard_limit; None without a limit, or where the guard is not in its halves."""
+    d = config.data
+    if d.guard_limit is None or CHOICE not in sources:
+        return None
+    hashes = [source.texts for split in GUARDS for source in sources[split]]
+    texts = None if None in hashes else sum(filter(None, hashes)) % 2**64
+    normalization = sources[CHOICE][0].source.wer_normalization or d.wer_normalization
+    return GuardJudge(parse_guard_limit(d.guard_limit), d.guard_confidence, progress, normalization, texts)
 
 
 def _four_digits(wer: float | None) -> str:

@@ -37,7 +37,7 @@ from finetune.training.checkpoints import read_checkpoint_state, remove_later_ch
 from finetune.training.evaluation import Evaluator, FinalResult, average_batchnorm, forget_base, splits_due
 from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.nonfinite import StepFilter
-from finetune.training.outputs import LineFile, read_best, remove_run
+from finetune.training.outputs import LineFile, remove_run
 from finetune.training.progress import Progress
 from finetune.training.saving import CheckpointWriter
 from finetune.training.schedule import Schedule
@@ -278,8 +278,7 @@ class Trainer:
             self.evaluator.cut_lines_after_resume()
             remove_later_checkpoints(self.output_dir, p.step)
         self.evaluator.check_best_after_resume()
-        if self.evaluator.judge is not None:
-            self.evaluator.judge.check_after_resume(read_best(self.output_dir))
+        self.evaluator.check_limit_after_resume()
         if changes:
             text = "the clips come in another order than in an unbroken run: %s. What is left of the epoch comes once"
             log.warning(text, "; ".join(changes))
