@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.quarantine import Quarantine
-from finetune.data.run_file import count_clips
+from finetune.data.run_file import count_clips, training_keys
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
 from finetune.distributed import broadcast, gather, sum_over_ranks
@@ -98,7 +98,8 @@ class Trainer:
         self.unusable = LineFile(self.output_dir / "quarantine.jsonl")
         self.quarantine = Quarantine(accelerator.is_main_process, self.unusable, p)
         self.step_filter = StepFilter(accelerator, self.model, optimizer, config, p, self._held_tensors)
-        self.batcher = StepBatcher(accelerator, self.model, config, p, self.quarantine, self._wishes, self._part)
+        reports = self.quarantine, self._wishes, self._part, training_keys(sources["train"])
+        self.batcher = StepBatcher(accelerator, self.model, config, p, *reports)
         self.evaluator = Evaluator(
             accelerator, config, sources, p, self.quarantine, self.callbacks, self.step_filter.require_finite
         )
