@@ -130,7 +130,7 @@ def _half_of_choice(run: Path) -> Any:
 
 @pytest.mark.slow
 def test_the_picture_has_a_point_for_each_model(chosen):
-    from finetune.tools.report.guard_plot import guard_plot, points_of
+    from finetune.tools.report.guard_plot import axes_of, guard_plot, points_of
     from finetune.tools.report.read import read_run
 
     run, told = read_run(chosen), summary_of(chosen)
@@ -142,7 +142,7 @@ def test_the_picture_has_a_point_for_each_model(chosen):
     assert taken["y"] == told["guard_limit"]["choice_wer"]
     named = {p["name"] for p in points if p["kind"] != "step"}
     assert {"base model", "average", *(w["weights"] for w in told["way_from_base"]["points"])} <= named
-    plot = guard_plot(points, run.highest_guard_wer)
+    plot = guard_plot(points, run.highest_guard_wer, axes_of(run))
     assert plot is not None
     assert sum(len(trace["x"]) for trace in plot.traces) == models
     assert plot.layout["shapes"][0]["y0"] == pytest.approx(100 * told["guard_limit"]["highest_wer"])
@@ -334,7 +334,10 @@ def test_what_cannot_be_judged_is_refused(chosen, limited, failed, clips, tmp_pa
         shutil.copytree(chosen, tmp_path / "run")
         said = failed(2, *limited(tmp_path / "run", "data.max_eval_samples=20", again))
         assert "data.guard has other clips than when the run began (data.guard, data.max_eval_samples)" in said
-        held = write_manifest(tmp_path / "held.jsonl", read_lines(clips / "manifest.jsonl")[:2], base=clips)
+        rows = [
+            {**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")
+        ]
+        held = write_manifest(tmp_path / "held.jsonl", rows[:4])
         said = failed(2, *limited(tmp_path / "run", f"data.guard={held}", "data.allow_overlap=false", again))
         assert "data.allow_overlap" in said, "another guard is looked for in data.train, also at a resume"
     elif case == "limit was out":
