@@ -226,7 +226,7 @@ def test_only_the_base_model_keeps_a_narrow_limit(limited, run_train, tmp_path, 
 
 
 @pytest.mark.slow
-def test_the_bound_at_a_confidence_has_to_keep_the_limit(limited, run_train, tmp_path):
+def test_the_bound_at_a_confidence_has_to_keep_the_limit(limited, run_train, failed, tmp_path):
     from finetune.tools.report.guard_plot import points_of
     from finetune.tools.report.read import read_run
 
@@ -244,6 +244,12 @@ def test_the_bound_at_a_confidence_has_to_keep_the_limit(limited, run_train, tmp
     points = read_run(run)
     points.summary.clear()
     assert next(p for p in points_of(points) if p["kind"] == "taken")["x"] == told["best_validation_wer"]
+    (run / "base-guard_choice.npz").unlink()
+    said = failed(2, *limited(run, "data.guard_confidence=0.95", "training.resume_from_checkpoint=true"))
+    assert (
+        f"data.guard_confidence: {run / 'base-guard_choice.npz'}, the base model's errors by clip, is not there"
+        in said
+    )
 
 
 def test_a_limit_kept_on_one_half_only_is_said(messages):
