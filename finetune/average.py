@@ -15,6 +15,7 @@ models as well, with all that the run does not train from RUN/model.nemo.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,18 @@ from finetune.data.normalization import NORMALIZATIONS
 from finetune.durable_files import write_json
 from finetune.errors import UserError
 from finetune.logs import print_error, set_up_logging
-from finetune.tools.command_line import DATA, MODEL, add_data, add_decoding, add_json, command, device_of, run_command
+from finetune.tools.command_line import (
+    DATA,
+    MODEL,
+    add_data,
+    add_decoding,
+    add_json,
+    check_json,
+    command,
+    device_of,
+    run_command,
+    writing,
+)
 
 if TYPE_CHECKING:
     from finetune.config.guard_limit import GuardLimit
@@ -80,6 +92,7 @@ def check(arguments: argparse.Namespace) -> str | None:
         "--limit needs --sweep and --guard": a.limit is not None and not (swept and a.guard),
         "--batchnorm estimate needs --data": a.batchnorm == "estimate" and not a.data,
         f"--weights: {len(a.weights)} weights for {count} models": len(a.weights) not in (0, 1, count),
+        "--weights: the weights are finite numbers": not all(map(math.isfinite, a.weights)),
         "--weights: the weights of a mean are 0 or more, and not all 0": a.method == "mean"
         and bool(a.weights)
         and (min(a.weights) < 0 or max(a.weights) == 0),
@@ -124,6 +137,8 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             raise UserError(f"--limit {error}") from error
         points = parse_points(a.sweep) if a.sweep else TENTHS
+        if a.json:
+            check_json(a.json)
         default = "test" if a.sweep is None else "validation"
         data = _settings(a, a.data, a.split, default) if a.data else None
         guard = _settings(a, a.guard, a.guard_split, data.split if data else default) if a.guard else None
@@ -132,11 +147,13 @@ def main(argv: list[str] | None = None) -> int:
             told = _average(recipe, a.output, Judge(data, guard))
         else:
             told = _sweep(recipe, a.output, Judge(data, guard), points, limit)
+        if a.json:
+            with writing("--json", a.json):
+                a.json.parent.mkdir(parents=True, exist_ok=True)
+                write_json(a.json, {**told, "data": a.data, "guard": a.guard, **_of_recipe(recipe)})
     except UserError as error:
         print_error(error)
         return error.exit_code
-    if a.json:
-        write_json(a.json, {**told, "data": a.data, "guard": a.guard, **_of_recipe(recipe)})
     return 0
 
 

@@ -118,8 +118,7 @@ def train(
     with run.output_directory(accelerator, config):
         sources = run.open_sources(config)
         checkpoint = run.find_checkpoint(config)
-        if checkpoint is None:
-            run.check_overlap(config, sources)
+        run.check_overlap(config, sources, checkpoint)
         sources = run.halve_guard(config, sources)
         prediction = auto_batch.set_bounds(accelerator, config, strategy)
         total_steps = run.plan_steps(accelerator, config, sources)

@@ -1,5 +1,6 @@
 """A pull of the weights towards the start of a run (L2-SP)."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ class BasePull(Callback):
             if parameter.requires_grad and not (new_head and name.startswith(NEW_HEAD))
         }
         self.start = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+
+    def frozen_tensors(self) -> Iterable[torch.Tensor]:
+        return [local_part(tensor) for tensor in self.start.values()]
 
     @torch.no_grad()
     def on_step_end(self, result: StepResult) -> None:

@@ -1,5 +1,6 @@
 """The frozen base of a run that distils from it: the same one after a resume."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ class DistillationBase(Callback):
     def __init__(self, base: FrozenBase):
         self.base = base
         self.sha256: str | None = None
+
+    def frozen_tensors(self) -> Iterable[torch.Tensor]:
+        return [tensor.detach() for tensor in self.base.model.state_dict().values()]
 
     def _digest(self) -> str:
         if self.sha256 is None:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from finetune.config.schema import RunConfig
+from finetune.config.tokenizer_setting import changes_vocabulary
 from finetune.distributed import broadcast, on_main
 from finetune.durable_files import put_in_place
 from finetune.errors import UserError
@@ -105,6 +106,8 @@ class WayFromBase(Callback):
             return None, "model.name is a layout, with random weights"
         if m.adapter:
             return None, "the run began with model.adapter"
+        if changes_vocabulary(self.config):  # a replaced one may have as many pieces
+            return None, "model.tokenizer gives the base model another vocabulary, which is in no file"
         try:
             found = load_model(m.name).state_dict()
         except UserError as error:

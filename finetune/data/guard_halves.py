@@ -58,6 +58,8 @@ class Halves:
 
     clips: dict[str, list[int]]
     """By half, of each source."""
+    hashes: dict[str, list[int]]
+    """Sums of the texts' hashes, by half, of each source."""
     words: dict[str, int]
     texts: int
     """Different ones."""
@@ -82,7 +84,8 @@ def measure_halves(sources: list[OpenSource], max_clips: int, seconds: float) ->
     """
     grouped = group_sources(sources, max_clips)
     order = {id(source): i for i, source in enumerate(sources)}
-    found = Halves({half: [0] * len(sources) for half in GUARDS}, dict.fromkeys(GUARDS, 0), 0, whole=True)
+    clips, hashes = ({half: [0] * len(sources) for half in GUARDS} for _ in range(2))
+    found = Halves(clips, hashes, dict.fromkeys(GUARDS, 0), 0, whole=True)
     unread: list[str] = []
     texts: set[int] = set()
     options = StreamOptions(BatchLimits(), 16_000, shuffle=False)
@@ -92,9 +95,11 @@ def measure_halves(sources: list[OpenSource], max_clips: int, seconds: float) ->
         source, _ = grouped.groups[ref[0]][ref[2]]
         text, looked = _text(source, row), looked + 1
         half = half_of(text)
-        found.clips[half][order[id(source)]] += 1
+        i, hashed = order[id(source)], hash_of(text)
+        found.clips[half][i] += 1
+        found.hashes[half][i] += hashed
         found.words[half] += len(text.split())
-        texts.add(hash_of(text))
+        texts.add(hashed)
     found.texts = len(texts - {hash_of("")})
     known = [source.clips for source in sources if source.clips is not None]
     expected = sum(known) if max_clips < 0 else min(sum(known), max_clips)
@@ -117,11 +122,14 @@ def _text(source: OpenSource, row: Row) -> str:
 
 
 def with_clips(halves: dict[str, list[OpenSource]], found: Halves) -> dict[str, list[OpenSource]]:
-    """Return the sources with their numbers of clips, where all were counted."""
+    """Return the sources with their numbers of clips and sums of hashes, where all were counted."""
     if not found.whole:
         return halves
     return {
-        half: [replace(source, clips=clips) for source, clips in zip(sources, found.clips[half], strict=True)]
+        half: [
+            replace(source, clips=clips, texts=texts)
+            for source, clips, texts in zip(sources, found.clips[half], found.hashes[half], strict=True)
+        ]
         for half, sources in halves.items()
     }
 

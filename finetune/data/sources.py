@@ -121,6 +121,8 @@ class OpenSource:
     """Share of the training clips that all sources of `data.rehearsal` have together; 0: it is none of them."""
     distillation: float = 1.0
     """Factor of `model.distillation` for its clips."""
+    texts: int | None = None
+    """Sum of the hashes of all its texts, where they were looked at: other clips have another."""
 
     @property
     def is_rehearsal(self) -> bool:

@@ -17,6 +17,9 @@ from finetune.evaluation.significance import RESAMPLES, compare_counts, rate_int
 if TYPE_CHECKING:
     from pathlib import Path
 
+BEST, BEST_TRAINED = "best-validation.npz", "best-trained-validation.npz"
+"""In a run's folder: the counts on validation of model.nemo; and where that is the base model, those of the best
+evaluation after step 0."""
 COLUMNS = ("word_errors", "words", "character_errors", "characters")
 # What numpy raises for a damaged .npz, beside OSError.
 DAMAGED = (
@@ -78,6 +81,11 @@ class UtteranceCounts:
         if language not in self.names:
             self.names.append(language)
         self.languages.append(self.names.index(language))
+
+    def wer(self) -> float | None:
+        """Return the WER; None without reference words."""
+        errors, words = (int(self.table()[:, COLUMNS.index(name)].sum()) for name in ("word_errors", "words"))
+        return errors / words if words else None
 
     def extend(self, other: UtteranceCounts) -> None:
         """Add the utterances of another part of the same evaluation."""
@@ -148,6 +156,17 @@ class UtteranceCounts:
                 )
         except DAMAGED as error:
             raise ValueError(f"{path} does not hold counts of clips") from error
+
+
+def best_trained_counts(folder: Path) -> UtteranceCounts:
+    """Return the counts on validation of a run's best evaluation after step 0, with data.guard_limit of those that
+    keep it.
+
+    Raises:
+        OSError, ValueError: as from `UtteranceCounts.load`.
+    """
+    trained = folder / BEST_TRAINED
+    return UtteranceCounts.load(trained if trained.is_file() else folder / BEST)
 
 
 def compare_evaluations(before: UtteranceCounts, after: UtteranceCounts) -> dict[str, Any]:

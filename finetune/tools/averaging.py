@@ -114,13 +114,13 @@ class Merger:
 
     def _base_state(self, name: str) -> State:
         """Return the base model's weights, with the vocabulary of the first model."""
-        base = load(name)
+        base = load(name, "--base")
         state = base.state_dict()
         if pieces_of(base) != pieces_of(self.model) and (grown := grown_like(base, self.model)) is not None:
             state, self.new_pieces = grown
         else:
-            _check_tokens(name, base, self.recipe.models[0], self.model)
-        _check_layout(name, state, self.recipe.models[0], self.model.state_dict())
+            _check_tokens(name, base, self.recipe.models[0], self.model, "--base")
+        _check_layout(name, state, self.recipe.models[0], self.model.state_dict(), "--base")
         return state
 
     @torch.no_grad()
@@ -176,9 +176,12 @@ def run_of(name: str) -> Path | None:
 
 
 @torch.no_grad()
-def load(name: str) -> AsrModel:
+def load(name: str, option: str = "--models") -> AsrModel:
     """Load a model, or the weights that a run keeps in its checkpoints (`training.average_checkpoints`): those of what
     it trains, with all else from its model.nemo.
+
+    Args:
+        option: that names it.
 
     Raises:
         UserError: the run has no model.nemo, or one of another layout, or the file cannot be read or holds factors.
@@ -189,21 +192,21 @@ def load(name: str) -> AsrModel:
     whole = run / "model.nemo"
     if not whole.is_file():
         raise UserError(
-            f"--models: {name} holds what the run trains, and the rest comes from {whole}, which is not there. A run "
+            f"{option}: {name} holds what the run trains, and the rest comes from {whole}, which is not there. A run "
             "writes it at its end: let it go on to that."
         )
     try:
         kept = load_file(name)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"--models: {name} cannot be read: {error}.") from error
+        raise UserError(f"{option}: {name} cannot be read: {error}.") from error
     if any(LORA_KEY.match(tensor) for tensor in kept):
         raise UserError(
-            f"--models: {name} holds the factors of LoRA, which model.nemo has in its weights, so that nothing tells "
+            f"{option}: {name} holds the factors of LoRA, which model.nemo has in its weights, so that nothing tells "
             "what they are added to. Give whole models, such as the directories of LoRA runs."
         )
     model = load_model(str(whole))
     state = model.state_dict()
-    _check_layout(name, kept, str(whole), {n: t for n, t in state.items() if n in kept})
+    _check_layout(name, kept, str(whole), {n: t for n, t in state.items() if n in kept}, option)
     for tensor, value in kept.items():
         state[tensor].copy_(value)
     return model
@@ -212,7 +215,7 @@ def load(name: str) -> AsrModel:
 # ---- models that cannot be merged -----------------------------------------------------------------------------------
 
 
-def _check_tokens(name: str, model: AsrModel, first: str, other: AsrModel) -> None:
+def _check_tokens(name: str, model: AsrModel, first: str, other: AsrModel, option: str = "--models") -> None:
     """Raise UserError where two models have other tokens."""
     ours, theirs = pieces_of(model), pieces_of(other)
     if ours == theirs:
@@ -229,12 +232,12 @@ def _check_tokens(name: str, model: AsrModel, first: str, other: AsrModel) -> No
             f"{i}, {ours[i]!r} in one and {theirs[i]!r} in the other"
         )
     raise UserError(
-        f"--models: {why}. Only models of one layout and one tokenizer can be merged; --base may have a vocabulary "
+        f"{option}: {why}. Only models of one layout and one tokenizer can be merged; --base may have a vocabulary "
         "that the models have grown."
     )
 
 
-def _check_layout(name: str, state: State, first: str, other: State) -> None:
+def _check_layout(name: str, state: State, first: str, other: State, option: str = "--models") -> None:
     """Raise UserError where two models have other tensors."""
     ours, theirs = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (state, other))
     odd = sorted(n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n))
@@ -247,6 +250,6 @@ def _check_layout(name: str, state: State, first: str, other: State) -> None:
     lines = [f"{n} is {size(ours, n)} and {size(theirs, n)}" for n in odd[:EXAMPLES_OF_DIFFERENCES]]
     more = f"; and {len(odd) - len(lines)} more" if len(odd) > len(lines) else ""
     raise UserError(
-        f"--models: {name} and {first} have other layouts: {len(odd)} of {len({*ours, *theirs})} tensors differ: "
+        f"{option}: {name} and {first} have other layouts: {len(odd)} of {len({*ours, *theirs})} tensors differ: "
         f"{'; '.join(lines)}{more}. Only models of one layout and one tokenizer can be merged."
     )

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -182,6 +183,23 @@ def boosting_of(arguments: argparse.Namespace) -> "Boosting | None":
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+
+
+def check_json(path: Path) -> None:
+    """Raise UserError where `--json` names no file that could be written."""
+    if path.is_dir():
+        raise UserError(f"--json: {path} is a directory. Name a file.")
+    check_folder("--json", path.parent)
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raise UserError where nothing can be written into a folder that an option names, whether it is there or not."""
+    folder = folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{option}: {there} is a file, and a directory is needed. Name another one.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{option}: {there} cannot be written to. Name another directory.")
 
 
 @contextlib.contextmanager

@@ -162,6 +162,10 @@ class Callback:
         """Return this process's weights beside the model's, by name; none is saved unless all are finite."""
         return {}
 
+    def frozen_tensors(self) -> Iterable[torch.Tensor]:
+        """Return this process's weights beside the model's that training does not change, for accounts of memory."""
+        return []
+
     def ends_run(self) -> str | None:
         """Return why the run should end at the present step; None: it goes on. Asked where
         `training.stop_if_diverged` is set, after logged steps and evaluations; the main process's word counts."""

@@ -29,7 +29,7 @@ from finetune.errors import UserError
 from finetune.evaluation.mistakes import Mistakes
 from finetune.evaluation.recognise import batched_decoding_differs, score_stream
 from finetune.evaluation.scores import WerAccumulator
-from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
+from finetune.evaluation.utterance_counts import BEST, BEST_TRAINED, UtteranceCounts, compare_evaluations
 from finetune.models.adapters import write_adapter
 from finetune.models.nemo import learning_batchnorms
 from finetune.models.nemo_archive import load_weights, write_nemo
@@ -78,9 +78,7 @@ class Evaluator:
         self.file = LineFile(self.output_dir / "evaluations.jsonl")
         self.keeps_models = True
         """False measures a run without writing model.nemo."""
-        limit = config.data.guard_limit if CHOICE in sources else None
-        confidence = config.data.guard_confidence
-        self.judge = None if limit is None else GuardJudge(parse_guard_limit(limit), confidence, progress)
+        self.judge = _judge_of(config, sources, progress)
         self.chosen_by = ("validation",) if self.judge is None else ("validation", CHOICE)
         """Splits that decide which model is best."""
         self._on_choice: tuple[dict[str, Any] | None, float | None] = None, None
@@ -168,8 +166,8 @@ class Evaluator:
                     keep_base(folder, split, wer)
             elif (split == CHOICE or (split in GUARDS and marks == {})) and main:
                 change = compare_with_base(folder, split, wer)
-                if split == CHOICE and self.judge is not None and (base := base_counts(folder, split)) is not None:
-                    bound = self.judge.bound(rate, base, wer.utterance_counts)
+                if split == CHOICE and self.judge is not None:
+                    bound = self.judge.bound(rate, base_counts(folder, split), wer.utterance_counts)
             if split == CHOICE:
                 self._on_choice = change, bound
             if main:
@@ -236,12 +234,20 @@ class Evaluator:
             change, bound = broadcast(self._on_choice)
             if not self.judge.judge(weights, rate, found[CHOICE].total.rates()["wer"], change, bound):
                 return False
-        if rate is None or (p.best_wer is not None and rate >= p.best_wer):
+        if rate is None:
+            return False
+        main, best_trained = self.accelerator.is_main_process, False
+        if p.step and (p.best_trained_wer is None or rate < p.best_trained_wer):
+            p.best_trained_wer, best_trained = rate, True
+        if p.best_wer is not None and rate >= p.best_wer:
+            if best_trained and p.best_step == 0 and main:
+                keep_counts(self.output_dir / BEST_TRAINED, found["validation"])
             return False
         p.best_wer, p.best_step, p.best_weights = rate, p.step, weights
         self.keep_model(model)
-        if self.keeps_models and self.accelerator.is_main_process:
-            keep_best(self.output_dir, "validation", found["validation"])
+        if self.keeps_models and main:
+            keep_counts(self.output_dir / BEST, found["validation"])
+            (self.output_dir / BEST_TRAINED).unlink(missing_ok=True)
         return True
 
     def keep_model(self, model: AsrModel) -> None:
@@ -372,6 +378,33 @@ class Evaluator:
         else:
             p.best_step, p.best_wer, p.best_weights = kept["step"], kept["validation_wer"], kept["weights"]
 
+    def check_limit_after_resume(self) -> None:
+        """Judge what was judged before by the limit of now.
+
+        Raises:
+            UserError: as from `GuardJudge.check_after_resume`; or what data.guard_confidence needs is lost.
+        """
+        if self.judge is None:
+            return
+        self.judge.check_after_resume(on_main(lambda: read_best(self.output_dir)))
+        if self.judge.confidence > 0.5 and on_main(lambda: base_counts(self.output_dir, CHOICE) is None):
+            raise UserError(
+                f"data.guard_confidence: {self.output_dir / f'base-{CHOICE}.npz'}, the base model's errors by clip, "
+                "is not there or damaged, so that no bound can be told. Copy it from the directory of the run that "
+                "wrote the checkpoint, or begin anew (training.overwrite_output_dir=true)."
+            )
+
+
+def _judge_of(config: RunConfig, sources: dict[str, list[OpenSource]], progress: Progress) -> GuardJudge | None:
+    """Return what judges by data.guard_limit; None without a limit, or where the guard is not in its halves."""
+    d = config.data
+    if d.guard_limit is None or CHOICE not in sources:
+        return None
+    hashes = [source.texts for split in GUARDS for source in sources[split]]
+    texts = None if None in hashes else sum(filter(None, hashes)) % 2**64
+    normalization = sources[CHOICE][0].source.wer_normalization or d.wer_normalization
+    return GuardJudge(parse_guard_limit(d.guard_limit), d.guard_confidence, progress, normalization, texts)
+
 
 def _four_digits(wer: float | None) -> str:
     return "unknown" if wer is None else f"{wer:.4f}"
@@ -433,9 +466,8 @@ def keep_base(folder: Path, split: str, wer: WerAccumulator) -> None:
     wer.utterance_counts.save(folder / f"base-{split}.npz")
 
 
-def keep_best(folder: Path, split: str, wer: WerAccumulator) -> None:
-    """Keep the counts by utterance of the model that is model.nemo, with which runs are compared."""
-    path = folder / f"best-{split}.npz"
+def keep_counts(path: Path, wer: WerAccumulator) -> None:
+    """Keep counts by utterance, with which runs are compared."""
     try:
         wer.utterance_counts.save(path)
     except OSError as error:  # the run cannot be compared with others; no training ends for that

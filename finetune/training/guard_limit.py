@@ -19,10 +19,21 @@ class GuardJudge:
 
     Args:
         confidence: `data.guard_confidence`.
+        normalization: of the guard's texts.
+        texts: what tells the guard's clips from others; None: not known.
     """
 
-    def __init__(self, limit: GuardLimit, confidence: float, progress: Progress):
+    def __init__(
+        self,
+        limit: GuardLimit,
+        confidence: float,
+        progress: Progress,
+        normalization: str = "basic",
+        texts: int | None = None,
+    ):
         self.limit, self.confidence, self.progress = limit, confidence, progress
+        self.judged_by = {"confidence": confidence, "normalization": normalization, "texts": texts}
+        """What may not change in a run, since WERs and bounds of before do not compare with those of then."""
 
     @property
     def base_wer(self) -> float:
@@ -52,17 +63,20 @@ class GuardJudge:
                 f"data.guard_limit: {self.limit} of a WER of 0 is 0: the base model makes no error on guard_choice. "
                 "Give the limit as WER, such as data.guard_limit=+0.01."
             )
+        self.progress.guard_judged_by = dict(self.judged_by)
 
-    def bound(self, wer: float | None, before: UtteranceCounts, after: UtteranceCounts) -> float | None:
+    def bound(self, wer: float | None, before: UtteranceCounts | None, after: UtteranceCounts) -> float | None:
         """Return the WER on guard_choice that has to keep the limit: with confidence 0.5 the measured one, else its
         upper bound beside the base model's; None where nothing can be compared.
 
         Args:
             wer: as measured.
-            before, after: the clips of the base model and of the one that is judged.
+            before, after: the clips of the base model and of the one that is judged; None: they are lost.
         """
         if wer is None or self.confidence == 0.5:
             return wer
+        if before is None:
+            return None
         errors_a_N, errors_b_N, words_N, _, _ = paired(before, after)
         if not words_N.sum():
             return None
@@ -75,24 +89,26 @@ class GuardJudge:
         validation_wer: float | None,
         guard_wer: float | None,
         change: dict[str, Any] | None,
-        bound: float | None = None,
+        bound: float | None,
     ) -> bool:
-        """Note an evaluation of the present step; return whether it keeps the limit.
+        """Note an evaluation of the present step, in place of an earlier one of the same weights; return whether it
+        keeps the limit.
 
         Args:
             weights: which were evaluated.
             validation_wer, guard_wer: theirs on validation and guard_choice.
             change: on guard_choice, see `finetune.evaluation.utterance_counts.compare_evaluations`.
-            bound: see `bound`; None: the measured WER counts.
+            bound: see `bound`; None: the limit is not kept. The base model's does not matter.
         """
         p = self.progress
         row = {"step": p.step, "weights": weights, "validation_wer": validation_wer, "guard_wer": guard_wer}
-        row["guard_bound"] = guard_wer if bound is None else bound
+        row["guard_bound"] = bound if p.step else guard_wer
         kept = self._keeps(row)
-        p.guard_judged.append({**row, "kept": kept, "change": shortened(change)})
+        others = [r for r in p.guard_judged if (r["step"], r["weights"]) != (p.step, weights)]
+        p.guard_judged = [*others, {**row, "kept": kept, "change": shortened(change)}]
         if p.step and guard_wer is not None:
             verdict = "kept" if kept else "not kept"
-            up_to = f" (up to {bound:.4f})" if bound not in (None, guard_wer) else ""
+            up_to = "" if bound == guard_wer else f" (up to {'anything' if bound is None else f'{bound:.4f}'})"
             log.info(
                 f"  data.guard_limit {self.limit}: WER {guard_wer:.4f}{up_to} on guard_choice, "
                 f"{self.highest:.4f} at most: {verdict}{in_words(change)}"
@@ -111,7 +127,8 @@ class GuardJudge:
             best: checkpoints/best.json, which also knows a candidate that was judged after the last checkpoint.
 
         Raises:
-            UserError: the base model was not measured, or model.nemo does not keep the limit.
+            UserError: the base model was not measured, or not by what judges now; or model.nemo does not keep the
+                limit, or was not judged.
         """
         p = self.progress
         if CHOICE not in p.base_wer:
@@ -119,15 +136,31 @@ class GuardJudge:
                 "data.guard_limit: the run began without it, so that the base model's WER on guard_choice is not "
                 "known. Begin anew (training.overwrite_output_dir=true), or leave data.guard_limit out."
             )
+        anew = "begin anew (training.overwrite_output_dir=true)"
+        before = p.guard_judged_by
+        was = {key: before[key] for key in before if None not in (before[key], self.judged_by[key])}
+        changes = [
+            _changed(key, value, self.judged_by[key]) for key, value in was.items() if value != self.judged_by[key]
+        ]
+        if changes:
+            raise UserError(
+                f"data.guard_limit: {'; '.join(changes)}. What was judged so far does not compare with that. "
+                f"Set it as it was, or {anew}."
+            )
         for row in p.guard_judged:
             row["kept"] = self._keeps(row)
         wer, bound = (best or {}).get("guard_wer"), (best or {}).get("guard_bound")
+        if p.best_step and best is not None and bound is None:
+            raise UserError(
+                f"data.guard_limit: model.nemo (step {p.best_step}) was chosen without it, so that nothing tells "
+                f"whether it keeps {self.limit}. Leave data.guard_limit out, or {anew}."
+            )
         if p.best_step and bound is not None and not self.limit.keeps(bound, self.base_wer):
             raise UserError(
                 f"data.guard_limit: model.nemo (step {p.best_step}, WER {wer:.4f} on guard_choice"
                 f"{'' if bound == wer else f', up to {bound:.4f}'}) "
                 f"was chosen by another limit and does not keep {self.limit} ({self.highest:.4f} at most). Set the "
-                "limit as it was, or begin anew (training.overwrite_output_dir=true)."
+                f"limit as it was, or {anew}."
             )
         # One of a later step is judged again.
         if best is not None and wer is not None and best["step"] == p.step and self.taken() is None:
@@ -154,7 +187,7 @@ class GuardJudge:
 
     def nearest(self) -> dict[str, Any] | None:
         """Return the evaluation, of those that do not keep the limit, that is nearest to it."""
-        rows = [row for row in self.progress.guard_judged if not row["kept"] and row["guard_wer"] is not None]
+        rows = [row for row in self.progress.guard_judged if not row["kept"] and row["guard_bound"] is not None]
         return min(rows, key=lambda row: row["guard_bound"], default=None)
 
     def outcome(self) -> str:
@@ -238,12 +271,21 @@ def in_words(change: dict[str, Any] | None) -> str:
     return f"; {100 * change['difference']:+.2f} points since the base model{within}"
 
 
+def _changed(key: str, was: Any, now: Any) -> str:
+    """Say that one of `GuardJudge.judged_by` is another."""
+    if key == "confidence":
+        return f"data.guard_confidence was {was:g} when the run began, and is {now:g}"
+    if key == "normalization":
+        return f"data.wer_normalization of data.guard was {was} when the run began, and is {now}"
+    return "data.guard has other clips than when the run began (data.guard, data.max_eval_samples)"
+
+
 def _described(row: dict[str, Any]) -> str:
     """Return an evaluation in words."""
     who = "the base model" if row["step"] == 0 else f"step {row['step']}"
     who += "" if row["weights"] == "raw" else f" ({row['weights']})"
     rates = ((row["validation_wer"], "validation"), (row["guard_wer"], "guard_choice"))
     said = f"{who}, " + ", ".join(f"WER {rate:.4f} on {split}" for rate, split in rates if rate is not None)
-    if row["step"] and row["guard_bound"] != row["guard_wer"]:
+    if row["step"] and row["guard_bound"] not in (None, row["guard_wer"]):
         said += f" (up to {row['guard_bound']:.4f})"
     return said

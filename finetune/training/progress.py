@@ -32,10 +32,12 @@ class Progress:
     best_step: int | None = None
     best_wer: float | None = None
     best_weights: str = "raw"
+    best_trained_wer: float | None = None
     wer_before: dict[str, Any] | None = None
     guard_before: float | None = None
     base_wer: dict[str, float] = field(default_factory=dict)
     guard_judged: list[dict[str, Any]] = field(default_factory=list)
+    guard_judged_by: dict[str, Any] = field(default_factory=dict)
     drift_warnings: dict[str, int] = field(default_factory=dict)
     train_seconds: float = 0.0
     wall_seconds: float = 0.0

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from safetensors import SafetensorError
 
+from finetune.config.redaction import without_secrets
 from finetune.config.schema import RunConfig
 from finetune.distributed import gather
 from finetune.errors import UserError
@@ -182,8 +183,24 @@ def settings_of(config: RunConfig, processes: int, total_steps: int) -> dict[str
         "data.min_duration": d.min_duration,
         "data.max_duration": d.max_duration,
         "data.text_normalization": d.text_normalization,
+        "data.guard": guard_of(config),
+        "data.guard_limit": d.guard_limit,
+        "data.guard_confidence": d.guard_confidence,
+        "data.wer_normalization": d.wer_normalization,
+        "data.max_eval_samples": d.max_eval_samples,
         "total steps": total_steps,
     }
+
+
+def guard_of(config: RunConfig) -> Any:
+    """Return data.guard as a checkpoint keeps it: without passwords and signatures."""
+    return without_secrets(config)[0]["data"]["guard"]
+
+
+def has_another_guard(config: RunConfig, checkpoint: Path) -> bool:
+    """Return whether data.guard is not what it was when a checkpoint was written."""
+    now = guard_of(config)
+    return checkpoints.read_checkpoint_state(checkpoint)[0]["settings"].get("data.guard", now) != now
 
 
 def log_changed_settings(before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ from finetune.strategies.strategy import Strategy, engine_with, number_of_proces
 from finetune.training import checkpoints, elastic_restart
 from finetune.training.data import make_stream, prompts_of_rows
 from finetune.training.outputs import environment
-from finetune.training.resume import take_weights
+from finetune.training.resume import has_another_guard, take_weights
 from finetune.training.schedule import Schedule, warmup_steps
 from finetune.training.trained_state import START_FILE
 from finetune.training.trainer import Trainer
@@ -154,14 +154,17 @@ def _why_not_into(path: Path, config: RunConfig) -> str | None:
     return None
 
 
-def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]]) -> None:
-    """Warn of texts of the evaluation sets that are also in data.train or data.rehearsal.
+def check_overlap(config: RunConfig, sources: dict[str, list[OpenSource]], checkpoint: Path | None = None) -> None:
+    """Warn of texts of the evaluation sets that are also in data.train or data.rehearsal. A run that continues looks
+    where its data.guard is another one.
 
     Raises:
         UserError: clips of theirs are there, without data.allow_overlap.
     """
 
     def look() -> None:
+        if checkpoint is not None and not has_another_guard(config, checkpoint):
+            return
         found = find_overlap(sources, config, OVERLAP_SECONDS)
         if not found.whole:
             rest = "--dry-run takes 5 minutes for it, parakeet-finetune check --config RUN.yaml compares all"

@@ -85,8 +85,8 @@ def run_stages(
         only: number of the one stage to run.
 
     Raises:
-        UserError: WER got worse than the margin; the stage before `only` has not been finished; or a checkpoint is
-            named.
+        UserError: WER got worse than the margin; a stage diverged, whether now or before; the stage before `only` has
+            not been finished; or a checkpoint is named.
     """
     if not isinstance(resume, bool):
         raise UserError(
@@ -98,13 +98,23 @@ def run_stages(
         before = broadcast(read_summary(previous.folder)) if previous else None
         if previous and before is None:
             raise UserError(f"--stage {stage.number}: {previous.name} has not been finished ({previous.folder}).")
-        if resume and broadcast(read_summary(stage.folder)) is not None:
+        if previous:
+            _check_diverged(previous, before)
+        finished = broadcast(read_summary(stage.folder)) if resume else None
+        _check_diverged(stage, finished)
+        if finished is not None:
             log.info("%s of %d is finished: %s", stage.name, len(stages), stage.folder)
         else:
             log.info("%s of %d in %s", stage.name, len(stages), stage.folder)
             train(stage)
             set_aside(stages[stage.number :])
         check_progress(stage, broadcast(read_summary(stage.folder)) or {}, before, margin)
+
+
+def _check_diverged(stage: Stage, done: dict[str, Any] | None) -> None:
+    """Raise UserError where a stage ended since it diverged: nothing goes on from it."""
+    if done is not None and done.get("diverged"):
+        raise UserError(f"{stage.name} ({stage.folder}): {done['diverged']}", exit_code=1)
 
 
 def was_restarted(stages: list[Stage]) -> bool:

@@ -47,6 +47,7 @@ class StepBatcher:
         wishes: whether this rank wants the run to stop, and a checkpoint; what any rank wants comes with each step's
             counts.
         on_part: called with the part of the step that begins.
+        keys: of the training sources, for messages.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class StepBatcher:
         quarantine: Quarantine,
         wishes: Callable[[], tuple[bool, bool]],
         on_part: Callable[[str], None],
+        keys: str,
     ):
         self.accelerator, self.model, self.config = accelerator, model, config
         self.progress, self.quarantine, self.wishes, self.on_part = progress, quarantine, wishes, on_part
+        self.keys = keys
         self.has_both_losses = 0 < ctc_loss_weight(model) < 1
         self.stop_wanted = self.save_wanted = False
         """What any rank asked for at the last step."""
@@ -140,7 +143,7 @@ class StepBatcher:
             log.warning(text, ", ".join(without_alignment))
         errors = [part[2] for part in by_rank if part[2]]
         if errors:
-            raise UserError(f"data.train: {errors[0]}", exit_code=1)
+            raise UserError(f"{self.keys}: {errors[0]}", exit_code=1)
         p.rows_read += int(rows)
         p.audio_seconds += seconds
         p.padded_seconds += padded_seconds

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from finetune.config.schema import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.quarantine import Quarantine
-from finetune.data.run_file import count_clips
+from finetune.data.run_file import count_clips, training_keys
 from finetune.data.sources import OpenSource
 from finetune.data.stream import UtteranceStream
 from finetune.distributed import broadcast, gather, sum_over_ranks
@@ -37,7 +37,7 @@ from finetune.training.checkpoints import read_checkpoint_state, remove_later_ch
 from finetune.training.evaluation import Evaluator, FinalResult, average_batchnorm, forget_base, splits_due
 from finetune.training.metrics import MetricsWindow, rates_by_part
 from finetune.training.nonfinite import StepFilter
-from finetune.training.outputs import LineFile, read_best, remove_run
+from finetune.training.outputs import LineFile, remove_run
 from finetune.training.progress import Progress
 from finetune.training.saving import CheckpointWriter
 from finetune.training.schedule import Schedule
@@ -98,7 +98,8 @@ class Trainer:
         self.unusable = LineFile(self.output_dir / "quarantine.jsonl")
         self.quarantine = Quarantine(accelerator.is_main_process, self.unusable, p)
         self.step_filter = StepFilter(accelerator, self.model, optimizer, config, p, self._held_tensors)
-        self.batcher = StepBatcher(accelerator, self.model, config, p, self.quarantine, self._wishes, self._part)
+        reports = self.quarantine, self._wishes, self._part, training_keys(sources["train"])
+        self.batcher = StepBatcher(accelerator, self.model, config, p, *reports)
         self.evaluator = Evaluator(
             accelerator, config, sources, p, self.quarantine, self.callbacks, self.step_filter.require_finite
         )
@@ -278,8 +279,7 @@ class Trainer:
             self.evaluator.cut_lines_after_resume()
             remove_later_checkpoints(self.output_dir, p.step)
         self.evaluator.check_best_after_resume()
-        if self.evaluator.judge is not None:
-            self.evaluator.judge.check_after_resume(read_best(self.output_dir))
+        self.evaluator.check_limit_after_resume()
         if changes:
             text = "the clips come in another order than in an unbroken run: %s. What is left of the epoch comes once"
             log.warning(text, "; ".join(changes))

@@ -346,7 +346,7 @@ def test_files_that_cannot_be_merged(tiny_model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(averaging, "load_model", load)
     assert run(tiny_model, "swapped", "--output", tmp_path / "out") == 2
     said = capsys.readouterr().err
-    assert f"swapped and {tiny_model} have other tokenizers: 2 of " in said
+    assert f"--models: swapped and {tiny_model} have other tokenizers: 2 of " in said
     assert "tokens differ, such as token 5, " in said
     assert run(tiny_model, three, "--output", tmp_path / "out") == 2
     said = capsys.readouterr().err
@@ -355,7 +355,7 @@ def test_files_that_cannot_be_merged(tiny_model, tmp_path, capsys, monkeypatch):
     assert "(32,) and missing; " in said
     assert " more. Only models of one layout" in said
     assert run(tiny_model, "--base", three, "--method", "task", "--output", tmp_path / "out") == 2
-    assert f"{three} and {tiny_model} have other layouts" in capsys.readouterr().err
+    assert f"--base: {three} and {tiny_model} have other layouts" in capsys.readouterr().err
     assert not (tmp_path / "out" / "model.nemo").exists()
 
 
@@ -372,6 +372,8 @@ def test_files_that_cannot_be_merged(tiny_model, tmp_path, capsys, monkeypatch):
         (["a", "b", "--batchnorm", "estimate"], "--batchnorm estimate needs --data"),
         (["a", "b", "--weights", "1", "2", "3"], "--weights: 3 weights for 2 models"),
         (["a", "b", "--weights", "-1", "2"], "are 0 or more"),
+        (["a", "b", "--weights", "nan"], "--weights: the weights are finite numbers"),
+        (["a", "--base", "b", "--method", "task", "--weights", "inf"], "--weights: the weights are finite numbers"),
         (["a", "b", "--density", "0"], "--density has to be above 0"),
         (["a", "b", "--split", "test"], "--split is of --data"),
         (["a", "b", "--guard-split", "test"], "--guard-split is of --guard"),
@@ -381,6 +383,36 @@ def test_options_that_do_not_go_together(options, expected, capsys):
     with pytest.raises(SystemExit):
         run(*options, "--output", "nowhere")
     assert expected in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_read(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    (tmp_path / "out" / "model.nemo").mkdir(parents=True)
+    for output, options, said in (
+        (file, (), f"--output: {file} is a file"),
+        (file / "deep" / "er", (), f"--output: {file} is a file"),
+        (tmp_path / "out", (), "model.nemo is a directory"),
+        (tmp_path / "new", ("--json", tmp_path), f"--json: {tmp_path} is a directory"),
+        (tmp_path / "new", ("--json", file / "r.json"), f"--json: {file} is a file"),
+    ):
+        assert run("no-model", "neither", "--output", output, *options) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_that_cannot_be_written_is_one_message(tiny_model, tuned, tmp_path, capsys, monkeypatch):
+    from finetune.tools.export import nemo
+
+    def full(model: Any, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(nemo, "save_nemo", full)
+    assert run(tiny_model, tuned, "--output", tmp_path / "out") == 1
+    assert (
+        "model.nemo cannot be written: [Errno 28] No space left on device. Nothing was kept."
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("points", ["runs/one", "0,2", "0,,1"])

@@ -443,7 +443,19 @@ DRAWN = """() => Object.fromEntries([...document.querySelectorAll('.plot')].map(
     [...plot.querySelectorAll('.scatterlayer .trace, .barlayer .trace')].filter(t => t.querySelector('path')).length,
     plot.getBoundingClientRect().height > 100 && plot.querySelector('svg').getBoundingClientRect().width > 200,
 ]]))"""
-PLOTS = {"loss", "wer", "wer-guard", "rates", "throughput", "memory", "gradient", "waiting", "memory-bar", "lengths"}
+PLOTS = {
+    "loss",
+    "wer",
+    "wer-guard",
+    "guard",
+    "rates",
+    "throughput",
+    "memory",
+    "gradient",
+    "waiting",
+    "memory-bar",
+    "lengths",
+}
 
 
 def test_every_plot_is_drawn_in_light_and_dark(done, opened):
@@ -537,3 +549,32 @@ def test_a_comparison_is_drawn(done, died, opened, tmp_path):
         assert shown == traces > 0, name
         assert large, name
     assert drawn["loss"][0] == 2
+
+
+def test_a_guard_without_a_limit_has_its_picture(tmp_path):
+    from finetune.tools.report.guard_plot import axes_of, draw_guard_plot, guard_plot, points_of
+    from finetune.tools.report.read import read_run
+
+    found = [
+        (0, "validation", 0.5),
+        (0, "guard", 0.1),
+        (5, "validation", 0.3),
+        (5, "guard", 0.3),
+        (9, "validation", 0.2),
+    ]
+    rows = [{"step": step, "split": split, "language": None, "wer": wer} for step, split, wer in found]
+    write_manifest(tmp_path / "evaluations.jsonl", rows)
+    (tmp_path / "summary.json").write_text("{}", encoding="utf-8")
+    points = [(p["kind"], p["x"], p["y"]) for p in points_of(read_run(tmp_path))]
+    assert points == [("base", 0.5, 0.1), ("taken", 0.3, 0.3)], "the last is not measured on the guard yet"
+
+    write_manifest(tmp_path / "evaluations.jsonl", [*rows, {**rows[1], "step": 9, "wer": 0.4, "model": "best"}])
+    (tmp_path / "summary.json").write_text('{"best_step": 9, "best_weights": "raw"}', encoding="utf-8")
+    run = read_run(tmp_path)
+    points = points_of(run)
+    assert [p["kind"] for p in points] == ["base", "step", "taken"]
+    plot = guard_plot(points, run.highest_guard_wer, axes_of(run))
+    assert plot is not None
+    assert "shapes" not in plot.layout
+    assert plot.layout["yaxis"]["title"]["text"] == "WER on guard, %"
+    draw_guard_plot(points, run.highest_guard_wer, tmp_path / "guard.svg", axes_of(run))

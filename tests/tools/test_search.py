@@ -18,6 +18,7 @@ import yaml
 from conftest import ROOT
 
 from finetune.config.load import load_config
+from finetune.evaluation.utterance_counts import BEST, BEST_TRAINED
 from finetune.search import main
 from finetune.tools.command_line import run_command
 
@@ -69,7 +70,7 @@ def test_a_better_learning_rate_is_found_and_written(search, told, tmp_path, cap
     assert len(trials) == 10
     assert trials[0]["settings"] == {}, "the run file's own values come first"
     words = json.loads((folder / "trial-0000" / "arguments.json").read_text())
-    assert "data.test=null" in words
+    assert {"data.test=null", "training.stop_if_diverged=true"} <= {*words}
     assert not [w for w in words if w.startswith("training.learning_rate")]
     steps = {w for n in trials for w in json.loads((folder / f"trial-{n:04d}" / "arguments.json").read_text())}
     assert [w for w in steps if w.startswith("training.max_steps")] == ["training.max_steps=40"], "equal for all"
@@ -208,6 +209,21 @@ def test_a_factor_does_not_depend_on_the_order_of_the_space(run_file):
     values = {rate.name: 1e-2, joint.name: 0.5}
     for space in ([rate, joint], [joint, rate]):
         assert settings_of(space, values, config) == {rate.name: 1e-2, joint.name: 5e-3}
+
+
+def test_trials_are_compared_after_training_where_the_base_model_is_better(search, told, tmp_path):
+    assert search("--trials", "2", "--space", str(rates(tmp_path)), wishes={"base": 0.24}) == 0
+    found = told()
+    own, best = (found["trials"][n]["wer"] for n in (0, found["best"]))
+    assert best < own
+    assert [found["comparison"][key] for key in ("wer_a", "wer_b")] == [own, best], "not the base model's"
+    assert f"Trial {found['best']} is better than the run file's own values" in found["advice"][0]
+    assert "No trial is better than the base model, whose WER is 0.2400" in " ".join(found["advice"])
+    # Counts of another evaluation than the one that a trial is judged by.
+    shutil.copy(tmp_path / "search" / "trial-0000" / BEST, tmp_path / "search" / "trial-0000" / BEST_TRAINED)
+    assert search("--trials", "2", "--space", str(rates(tmp_path)), wishes={"base": 0.24}) == 0
+    assert told()["comparison"] is None
+    assert "Whether that is chance is not tested" in told()["advice"][0]
 
 
 @pytest.mark.slow

@@ -95,6 +95,10 @@ def test_one_step_alone(smoked):
     assert found["verdict"] == "good"
     assert found["growth"]["judged_steps"] == 1
     assert "1 step is too few to tell" in said
+    weights = found["by_step"][0]["tensors"]
+    _, found = smoked(0, 1, "training.l2_sp=1", "model.distillation=1")
+    # The start of the pull and the frozen base, beside the weights and AdamW's two moments: 6 copies where it were 4.
+    assert found["by_step"][0]["tensors"] > 1.4 * weights
 
 
 @pytest.mark.slow

@@ -14,6 +14,12 @@ import yaml
 from conftest import read_lines, write_manifest
 from run_callbacks import around_steps
 
+from finetune.config.guard_limit import parse_guard_limit
+from finetune.errors import UserError
+from finetune.evaluation.utterance_counts import BEST_TRAINED, UtteranceCounts
+from finetune.training.guard_limit import GuardJudge, log_outcome
+from finetune.training.progress import Progress
+
 LIMIT = "+0.4"
 Arguments = Callable[..., list[str]]
 
@@ -124,7 +130,7 @@ def _half_of_choice(run: Path) -> Any:
 
 @pytest.mark.slow
 def test_the_picture_has_a_point_for_each_model(chosen):
-    from finetune.tools.report.guard_plot import guard_plot, points_of
+    from finetune.tools.report.guard_plot import axes_of, guard_plot, points_of
     from finetune.tools.report.read import read_run
 
     run, told = read_run(chosen), summary_of(chosen)
@@ -136,7 +142,7 @@ def test_the_picture_has_a_point_for_each_model(chosen):
     assert taken["y"] == told["guard_limit"]["choice_wer"]
     named = {p["name"] for p in points if p["kind"] != "step"}
     assert {"base model", "average", *(w["weights"] for w in told["way_from_base"]["points"])} <= named
-    plot = guard_plot(points, run.highest_guard_wer)
+    plot = guard_plot(points, run.highest_guard_wer, axes_of(run))
     assert plot is not None
     assert sum(len(trace["x"]) for trace in plot.traces) == models
     assert plot.layout["shapes"][0]["y0"] == pytest.approx(100 * told["guard_limit"]["highest_wer"])
@@ -220,7 +226,7 @@ def test_only_the_base_model_keeps_a_narrow_limit(limited, run_train, tmp_path, 
 
 
 @pytest.mark.slow
-def test_the_bound_at_a_confidence_has_to_keep_the_limit(limited, run_train, tmp_path):
+def test_the_bound_at_a_confidence_has_to_keep_the_limit(limited, run_train, failed, tmp_path):
     from finetune.tools.report.guard_plot import points_of
     from finetune.tools.report.read import read_run
 
@@ -238,18 +244,20 @@ def test_the_bound_at_a_confidence_has_to_keep_the_limit(limited, run_train, tmp
     points = read_run(run)
     points.summary.clear()
     assert next(p for p in points_of(points) if p["kind"] == "taken")["x"] == told["best_validation_wer"]
+    (run / "base-guard_choice.npz").unlink()
+    said = failed(2, *limited(run, "data.guard_confidence=0.95", "training.resume_from_checkpoint=true"))
+    assert (
+        f"data.guard_confidence: {run / 'base-guard_choice.npz'}, the base model's errors by clip, is not there"
+        in said
+    )
 
 
 def test_a_limit_kept_on_one_half_only_is_said(messages):
-    from finetune.config.guard_limit import parse_guard_limit
-    from finetune.training.guard_limit import GuardJudge, log_outcome
-    from finetune.training.progress import Progress
-
     judge = GuardJudge(parse_guard_limit("+5 %"), 0.5, Progress(base_wer={"guard_choice": 0.4}))
-    judge.judge("raw", 0.9, 0.4, None)
+    judge.judge("raw", 0.9, 0.4, None, None)
     judge.progress.step = 10
-    assert judge.judge("raw", 0.5, 0.42, None)
-    assert not judge.judge("ema", 0.4, 0.4201, None)
+    assert judge.judge("raw", 0.5, 0.42, None, 0.42)
+    assert not judge.judge("ema", 0.4, 0.4201, None, 0.4201)
     judge.progress.best_step, judge.progress.best_wer = 10, 0.5
     change = {"difference": 0.03, "difference_interval": [0.01, 0.05], "p_value": 0.01, "words": 9}
     found = judge.summary(0.4, 0.43, change)
@@ -263,7 +271,54 @@ def test_a_limit_kept_on_one_half_only_is_said(messages):
     assert judge.summary(0.4, 0.42, None)["test_kept"]
 
 
-@pytest.mark.parametrize("case", ["limit is new", "limit is lower", "base makes no error", "no words"])
+def test_nothing_is_kept_without_the_bound_that_a_confidence_asks_for(messages):
+    judge = GuardJudge(parse_guard_limit("+5 %"), 0.9, Progress(base_wer={"guard_choice": 0.4}))
+    assert judge.judge("raw", 0.9, 0.4, None, None), "the base model"
+    judge.progress.step = 10
+    for base in (None, UtteranceCounts()):  # lost, and of other clips
+        bound = judge.bound(0.41, base, UtteranceCounts())
+        assert not judge.judge("raw", 0.5, 0.41, None, bound)
+    assert messages[-1].endswith("WER 0.4100 (up to anything) on guard_choice, 0.4200 at most: not kept")
+    assert "only the base model" in judge.outcome()
+
+
+def test_a_point_that_is_judged_again_after_a_restart_is_there_once():
+    progress = Progress(base_wer={"guard_choice": 0.4}, step=4, best_step=4, best_weights="average", best_wer=0.5)
+    judge = GuardJudge(parse_guard_limit("+5 %"), 0.5, progress)
+    best = {"step": 4, "weights": "average", "validation_wer": 0.5, "guard_wer": 0.41, "guard_bound": 0.41}
+    judge.check_after_resume(best)
+    assert judge.summary(None, None, None)["choice_wer"] == 0.41
+    change = {"difference": 0.01, "difference_interval": [0.0, 0.02], "p_value": 0.2}
+    judge.judge("average", 0.5, 0.41, change, 0.41)
+    found = judge.summary(None, None, None)
+    assert found["choice_change"] == change
+    assert len(found["judged"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ((0.9, "basic", 7), "data.guard_confidence was 0.5 when the run began, and is 0.9"),
+        ((0.5, "whisper", 7), "data.wer_normalization of data.guard was basic when the run began, and is whisper"),
+        ((0.5, "basic", 8), "data.guard has other clips than when the run began"),
+    ],
+)
+def test_a_run_is_judged_by_one_guard_and_confidence(now, said):
+    progress = Progress(base_wer={"guard_choice": 0.4, "validation": 0.9})
+    judge = GuardJudge(parse_guard_limit("+5 %"), 0.5, progress, "basic", 7)
+    judge.check_base()
+    judge.check_after_resume(None)
+    with pytest.raises(UserError, match=said):
+        GuardJudge(parse_guard_limit("+5 %"), now[0], progress, *now[1:]).check_after_resume(None)
+    # A guard that is not looked at to its end, and a checkpoint of before, tell nothing.
+    GuardJudge(parse_guard_limit("+5 %"), 0.5, progress, "basic", None).check_after_resume(None)
+    progress.guard_judged_by = {}
+    GuardJudge(parse_guard_limit("+5 %"), 0.9, progress, "basic", 8).check_after_resume(None)
+
+
+@pytest.mark.parametrize(
+    "case", ["limit is new", "limit was out", "limit is lower", "other clips", "base makes no error", "no words"]
+)
 def test_what_cannot_be_judged_is_refused(chosen, limited, failed, clips, tmp_path, case):
     again = "training.resume_from_checkpoint=true"
     if case == "base makes no error":
@@ -281,6 +336,23 @@ def test_what_cannot_be_judged_is_refused(chosen, limited, failed, clips, tmp_pa
         shutil.copytree(chosen, tmp_path / "run")
         said = failed(2, *limited(tmp_path / "run", "data.guard_limit=+0.1", again))
         assert "does not keep +0.1 (0.1000 at most)" in said
+    elif case == "other clips":
+        shutil.copytree(chosen, tmp_path / "run")
+        said = failed(2, *limited(tmp_path / "run", "data.max_eval_samples=20", again))
+        assert "data.guard has other clips than when the run began (data.guard, data.max_eval_samples)" in said
+        rows = [
+            {**r, "audio_filepath": str(clips / r["audio_filepath"])} for r in read_lines(clips / "manifest.jsonl")
+        ]
+        held = write_manifest(tmp_path / "held.jsonl", rows[:4])
+        said = failed(2, *limited(tmp_path / "run", f"data.guard={held}", "data.allow_overlap=false", again))
+        assert "data.allow_overlap" in said, "another guard is looked for in data.train, also at a resume"
+    elif case == "limit was out":
+        shutil.copytree(chosen, tmp_path / "run")
+        best = tmp_path / "run" / "checkpoints" / "best.json"
+        kept = json.loads(best.read_text())
+        best.write_text(json.dumps({key: kept[key] for key in kept if not key.startswith("guard_")}))
+        said = failed(2, *limited(tmp_path / "run", again))
+        assert f"model.nemo (step {kept['step']}) was chosen without it" in said
     else:
         failed(0, *limited(tmp_path / "run", "data.guard_limit=null", "training.max_steps=1"))
         assert summary_of(tmp_path / "run")["guard_limit"] is None
@@ -308,6 +380,7 @@ def test_a_run_that_diverges_ends_early_with_its_best_model(limited, failed, tmp
     assert told["steps"] < 20
     assert told["best_step"] == 0
     assert told["guard_limit"]["kept"]
+    assert not (tmp_path / "run" / BEST_TRAINED).exists(), "no evaluation after step 0 keeps the limit"
     assert told["drift_warnings"]["diverges"] == 1
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert f"Stopped after {told['steps']} steps in" in page

@@ -116,6 +116,24 @@ def test_stages_of_an_older_plan_are_not_taken_for_finished(tmp_path: Path) -> N
     assert summary(tmp_path / "stage-3")["run"] == 7
 
 
+def test_no_stage_follows_one_that_diverged(tmp_path: Path) -> None:
+    trained = []
+
+    def train(stage: Stage) -> None:
+        trained.append(stage.name)
+        write(stage.folder, wer_before=0.5, wer_after=0.3)
+
+    stages = stages_of(PLAN, tmp_path)
+    write(stages[0].folder, wer_before=0.5, wer_after=0.5, diverged="training diverges: the loss is large")
+    for options in ({"resume": True}, {"resume": True, "only": 2}, {"resume": False, "only": 2}):
+        with pytest.raises(UserError, match=r"stage 1 \(.*\): training diverges: the loss is large") as caught:
+            run_stages(stages, train, margin=0.02, **options)
+        assert caught.value.exit_code == 1
+    assert not trained
+    run_stages(stages, train, resume=False, margin=0.02)
+    assert trained == ["stage 1", "stage 2", "stage 3"]
+
+
 def test_stages_are_judged_on_the_validation_data(tmp_path: Path) -> None:
     def train(stage: Stage) -> None:
         write(stage.folder, wer_before=0.5, wer_after=0.4 - 0.1 * stage.number, best_validation_wer=0.1 * stage.number)

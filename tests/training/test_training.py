@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import read_lines, slow
 
+from finetune.evaluation.utterance_counts import BEST_TRAINED, UtteranceCounts
+
 # What makes two runs the same function of the weights: no dropout, no SpecAugment, BatchNorm on its stored statistics.
 DETERMINISTIC = {"spec_augment": False, "dropout": 0.0, "freeze_batchnorm": True}
 IN_ORDER = {"shuffle": False, "group_by_duration": False}
@@ -195,6 +197,9 @@ def test_the_base_model_stays_when_nothing_improves(run_train, tiny_run, tmp_pat
     told = summary(tmp_path / "run")
     assert told["best_step"] == 0
     assert told["wer_after"] == told["wer_before"]
+    rows = [r for r in read_lines(tmp_path / "run" / "evaluations.jsonl") if r["step"] and r["language"] is None]
+    trained = [r["wer"] for r in rows if r["split"] == "validation"]
+    assert UtteranceCounts.load(tmp_path / "run" / BEST_TRAINED).wer() == min(trained)
     from finetune.models.loading import load_model
 
     base, kept = load_model(str(tiny_model)), load_model(str(tmp_path / "run"))

@@ -12,18 +12,26 @@ from finetune.errors import UserError
 from finetune.evaluation.recognise import evaluation_mode, recognise_batch
 from finetune.models.loading import load_model, load_option
 from finetune.models.nemo_archive import save_nemo
+from finetune.tools.command_line import check_folder, writing
+from finetune.training.checkpoints import CANNOT_WRITE
 
 if TYPE_CHECKING:
     from finetune.models.protocols import AsrModel
+
+SHOWN = 60
+"""Characters of a text in a message."""
 
 
 def output_file(output: Path, models: list[str]) -> Path:
     """`output`/model.nemo.
 
     Raises:
-        UserError: that is the file of one of the models.
+        UserError: that is the file of one of the models, or nothing can be written there.
     """
+    check_folder("--output", output)
     path = output / "model.nemo"
+    if path.is_dir():
+        raise UserError(f"--output: {path} is a directory. Name another one, or remove it.")
     for name in models:
         for source in (Path(name), Path(name) / "model.nemo"):
             if path.is_file() and source.is_file() and path.samefile(source):
@@ -36,15 +44,27 @@ def write_checked(model: AsrModel, path: Path) -> None:
     """Write a .nemo file, and put it in place if it has the same weights and texts when it is read again.
 
     Raises:
-        UserError: it has not.
+        UserError: it has not, or cannot be written.
     """
     aside = path.with_name(f".{path.stem}.tmp.nemo")
     try:
-        save_nemo(model, aside)
+        _save(model, aside, path)
         _compare(model, load_model(str(aside)), path)
-        os.replace(aside, path)
+        with writing("--output", path):
+            os.replace(aside, path)
     finally:
+        for remains in path.parent.glob(f".*{aside.name}*"):
+            remains.unlink(missing_ok=True)
         aside.unlink(missing_ok=True)
+
+
+def _save(model: AsrModel, aside: Path, path: Path) -> None:
+    try:
+        save_nemo(model, aside)
+    except torch.OutOfMemoryError:
+        raise
+    except CANNOT_WRITE as error:
+        raise UserError(f"--output: {path} cannot be written: {error}. Nothing was kept.", exit_code=1) from error
 
 
 def _compare(model: AsrModel, again: AsrModel, path: Path) -> None:
@@ -57,10 +77,10 @@ def _compare(model: AsrModel, again: AsrModel, path: Path) -> None:
     equal = weights.keys() == weights_again.keys() and all(
         torch.equal(t, weights_again[n]) for n, t in weights.items()
     )
-    if texts != texts_again or not equal:
-        raise UserError(
-            f"{path} read again is not the same model (texts {texts} and {texts_again}); nothing was kept.", 1
-        )
+    differ = [f"it writes {a[:SHOWN]!r}, not {b[:SHOWN]!r}" for a, b in zip(texts_again, texts, strict=True) if a != b]
+    if differ or not equal:
+        why = differ[0] if differ else "its weights differ"
+        raise UserError(f"{path} read again is not the same model: {why}. Nothing was kept.", 1)
 
 
 def export_nemo(model_name: str, output: Path, tokenizer: str | None = None) -> Path:

@@ -135,7 +135,7 @@ class StepAccount:
         optimizer: its optimizer, also inside of Accelerate's or DeepSpeed's wrapper, after a step (with its states).
         device_type: as for TensorAccount.
         held: gradients of the step before, whose memory is kept between the steps: DDP's buckets.
-        averages: a moving average of the weights, counted with the optimizer's states.
+        beside: weights beside the module's, such as a moving average, counted with the optimizer's states.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class StepAccount:
         optimizer: Any,
         device_type: str | None = None,
         held: Iterable[torch.Tensor] = (),
-        averages: Iterable[torch.Tensor] = (),
+        beside: Iterable[torch.Tensor] = (),
     ):
-        self.module, self.optimizer, self.held, self.averages = module, optimizer, list(held), list(averages)
+        self.module, self.optimizer, self.held, self.beside = module, optimizer, list(held), list(beside)
         self.account = TensorAccount(device_type)
         self.hooks: list[RemovableHandle] = []
 
@@ -159,7 +159,7 @@ class StepAccount:
         account.add((p.detach() for group in groups for p in group["params"]), "parameters")
         account.add((p.ds_tensor for p in self.module.parameters() if isinstance(p, HasPartition)), "parameters")
         account.add(state_tensors(self.optimizer), "optimizer")
-        account.add(self.averages, "optimizer")
+        account.add(self.beside, "optimizer")
         account.add(self.held, "gradients")
         for p in self.module.parameters():
             if p.requires_grad:

@@ -40,6 +40,8 @@ class Weights:
     """The moving average and the start of L2-SP, beside the weights and as whole as they are; counted with the
     optimizer's states."""
     ema_on_host: float = 0.0
+    way_on_host: float = 0.0
+    """Base and tuned weights, from which points on the way are made in the end of a run with data.guard_limit."""
     gradient_copies: float = 1.0
     """2 where DDP's buckets lie idle beside gradients that are exchanged otherwise."""
 
@@ -146,7 +148,7 @@ def _shared_by_zero(parts: dict[str, np.ndarray], weights: Weights, engine: Engi
 def host_bytes(weights: Weights, engine: Engine) -> float:
     """Return the bytes on the host for one process, beside what a run without offload has there."""
     if not engine.offloads:
-        return weights.optimizer_on_host + weights.ema_on_host
+        return weights.optimizer_on_host + weights.ema_on_host + weights.way_on_host
     masters = 2 * FLOAT * weights.trained_elements / engine.shards  # and their gradients
     ema = weights.beside / engine.shards if engine.name.startswith("fsdp") else 0.0  # where the shards are
-    return weights.optimizer / engine.shards + masters + ema + weights.ema_on_host
+    return weights.optimizer / engine.shards + masters + ema + weights.ema_on_host + weights.way_on_host

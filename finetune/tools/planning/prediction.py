@@ -130,6 +130,7 @@ class Predictor:
             optimizer_step=step_bytes(t.optimizer, memory.shapes),
             beside=start + (0.0 if t.ema_device == "cpu" else ema),
             ema_on_host=ema if t.ema_device == "cpu" else 0.0,
+            way_on_host=2 * memory.weights["trained"] if config.data.guard_limit is not None else 0.0,
         )
         self.accumulates = t.gradient_accumulation_steps > 1
 

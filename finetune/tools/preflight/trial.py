@@ -177,8 +177,8 @@ class MemoryMeter:
         self.gpu = self.device.type == "cuda"
         self.follow: StepAccount | None = None
         if not self.gpu and not trainer.config.model.compile:
-            averages = [t for callback in trainer.callbacks for t in callback.held_tensors().values()]
-            self.follow = StepAccount(trainer.module, trainer.optimizer, averages=averages)
+            beside = [t for c in trainer.callbacks for t in (*c.held_tensors().values(), *c.frozen_tensors())]
+            self.follow = StepAccount(trainer.module, trainer.optimizer, beside=beside)
             self.follow.account.parts["inputs"] = 0
         self.process = psutil.Process()
 

@@ -1,4 +1,4 @@
-"""The picture of a limit on data.guard: WER on the new data against WER on the guard, a point for each model."""
+"""The picture of data.guard: WER on the new data against WER on the guard, a point for each model."""
 
 import html
 import io
@@ -24,29 +24,41 @@ MARKS = {
 COLOURS = {"step": "@0", "other": "@2", "base": "@muted", "taken": "@1"}
 FILE_COLOURS = {"step": "#4477aa", "other": "#228833", "base": "#777777", "taken": "#ee6677"}
 TITLE = "Error rates on new data and on the guard"
-AXES = "WER on validation, %", "WER on guard_choice, %"
 
 Point = dict[str, Any]
 """`name`, `x` and `y` (WERs as fractions), `kind` (a key of KINDS)."""
 
 
+def _guard_of(run: Run) -> str:
+    """Return the split of data.guard that models are shown by: the half that chooses, where there is a limit."""
+    return CHOICE if run.rows(CHOICE) else "guard"
+
+
+def axes_of(run: Run) -> tuple[str, str]:
+    """Return what the rates of `points_of` are of."""
+    return "WER on validation, %", f"WER on {_guard_of(run)}, %"
+
+
 def points_of(run: Run) -> list[Point]:
     """Return a point for each model of a run that was evaluated on both; the base model's first."""
+    guard = _guard_of(run)
     found: dict[tuple[float, str], dict[str, float]] = {}
     for row in run.evaluations:
         wer = number(row.get("wer"))
-        if row.get("language") is None and row.get("model") != "best" and wer is not None:
+        # At its last step a run without a limit evaluates the guard only with the best model.
+        counts = row.get("model") != "best" or row["split"] == "guard"
+        if row.get("language") is None and counts and wer is not None:
             wers = found.setdefault((row["step"], row.get("weights", "raw")), {})
             wers[row["split"]] = wer
-            if row["split"] == CHOICE:
+            if row["split"] == guard:
                 wers["bound"] = bound_of(row) or wer
-    whole = {key: wers for key, wers in found.items() if CHOICE in wers and "validation" in wers}
+    whole = {key: wers for key, wers in found.items() if guard in wers and "validation" in wers}
     taken = _taken(run, whole)
     return [
         {
             "name": _name(*key),
             "x": wers["validation"],
-            "y": wers[CHOICE],
+            "y": wers[guard],
             "kind": "taken" if key == taken else "base" if key[0] == 0 else _kind(key[1]),
         }
         for key, wers in whole.items()
@@ -58,7 +70,8 @@ def _taken(run: Run, models: dict[tuple[float, str], dict[str, float]]) -> tuple
     if run.finished:
         best = (run.summary.get("best_step"), run.summary.get("best_weights", "raw"))
         return next((key for key in models if key == best), None)
-    kept = [key for key, wers in models.items() if run.keeps_limit(key[0], wers["bound"])]
+    limited = run.highest_guard_wer is not None
+    kept = [key for key, wers in models.items() if not limited or run.keeps_limit(key[0], wers["bound"])]
     return min(kept, key=lambda key: models[key]["validation"], default=None)
 
 
@@ -74,7 +87,7 @@ def _name(step: float, weights: str) -> str:
     return f"step {int(step)}" + (f" ({weights})" if weights != "raw" else "")
 
 
-def guard_plot(points: list[Point], highest: float | None, axes: tuple[str, str] = AXES) -> Plot | None:
+def guard_plot(points: list[Point], highest: float | None, axes: tuple[str, str]) -> Plot | None:
     """Return the plot for a page; None without a point.
 
     Args:
@@ -119,7 +132,7 @@ def guard_plot(points: list[Point], highest: float | None, axes: tuple[str, str]
 
 
 def draw_guard_plot(
-    points: list[Point], highest: float | None, path: Path, axes: tuple[str, str] = AXES, title: str = TITLE
+    points: list[Point], highest: float | None, path: Path, axes: tuple[str, str], title: str = TITLE
 ) -> None:
     """Write the plot as an SVG file; arguments as of `guard_plot`.
 

@@ -14,7 +14,7 @@ from finetune.durable_files import write_text
 from finetune.errors import UserError
 from finetune.security.safe_text import lines
 from finetune.tools.report.formats import text_of
-from finetune.tools.report.guard_plot import draw_guard_plot, points_of
+from finetune.tools.report.guard_plot import axes_of, draw_guard_plot, points_of
 from finetune.tools.report.plots import Plot
 from finetune.tools.report.read import read_run
 
@@ -103,7 +103,7 @@ def _plotly() -> str:
 
 
 def write_run_page(folder: Path, path: Path | None = None) -> Path:
-    """Write the page of a run, finished or not; by default report.html in its folder, with data.guard_limit guard.svg
+    """Write the page of a run, finished or not; by default report.html in its folder, with data.guard guard.svg
     beside it.
 
     Raises:
@@ -115,7 +115,7 @@ def write_run_page(folder: Path, path: Path | None = None) -> Path:
     values, plots = run_values(run)
     if path is None and (points := points_of(run)):
         try:
-            draw_guard_plot(points, run.highest_guard_wer, folder / "guard.svg")
+            draw_guard_plot(points, run.highest_guard_wer, folder / "guard.svg", axes_of(run))
         except OSError as error:
             raise UserError(f"{folder / 'guard.svg'} cannot be written: {error}.") from error
     return write_page("run.html", path or folder / "report.html", f"Run {run.name}", plots, **values)

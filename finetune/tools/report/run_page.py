@@ -9,7 +9,7 @@ import yaml
 from finetune.evaluation.significance import describe_difference
 from finetune.tools.report import plots
 from finetune.tools.report.formats import change, duration, gib, hours, millions, percent, speed, text_of
-from finetune.tools.report.guard_plot import guard_plot, points_of
+from finetune.tools.report.guard_plot import axes_of, guard_plot, points_of
 from finetune.tools.report.plots import Plot
 from finetune.tools.report.read import SPLITS, Run, number
 
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 def run_values(run: Run) -> tuple[dict[str, Any], list[Plot | None]]:
     """Return the values of a run's page, and its plots."""
     curves = plots.run_curves(run)
-    guard = guard_plot(points_of(run), run.highest_guard_wer)
+    guard = guard_plot(points_of(run), run.highest_guard_wer, axes_of(run))
     memory, bar = predicted_memory(run)
     lengths = plots.lengths_plot(run)
     model = run.folder / "model.nemo"

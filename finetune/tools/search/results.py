@@ -11,7 +11,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from finetune.evaluation.utterance_counts import UtteranceCounts, compare_evaluations
+from finetune.evaluation.utterance_counts import best_trained_counts, compare_evaluations
 from finetune.tools.report.formats import duration, percent
 from finetune.tools.search.running import describe, outcome_of
 from finetune.tools.search.study import Search, best_of, excess_of, finished_trials, is_good, rank_of
@@ -92,10 +92,13 @@ def result_of(study: optuna.Study, search: Search) -> Result:
 
 
 def _compared(search: Search, default: FrozenTrial, best: FrozenTrial, tried: int) -> dict[str, Any] | None:
-    """Compare two trials on the same utterances; None where this machine lacks the counts of one."""
+    """Compare two trials on the same utterances; None where this machine lacks the counts of one, or has those of
+    another evaluation than the one that the trial is judged by."""
     try:
-        counts = [UtteranceCounts.load(search.folder_of(t.number) / "best-validation.npz") for t in (default, best)]
+        counts = [best_trained_counts(search.folder_of(t.number)) for t in (default, best)]
     except (OSError, ValueError):
+        return None
+    if any(c.wer() != t.user_attrs.get("wer") for c, t in zip(counts, (default, best), strict=True)):
         return None
     found = compare_evaluations(*counts)
     if not found["words"]:

@@ -98,6 +98,7 @@ def trial_settings(search: Search, number: int, chosen: Settings, is_default: bo
         "training.log_clips": False,
         "training.save_steps": 0,
         "training.save_minutes": 0.0,
+        "training.stop_if_diverged": True,
         "data.test": None,
         # The base model is the same in all trials; where a guard is, each run judges by it.
         "training.eval_on_start": is_default or bool(search.config.data.guard),
