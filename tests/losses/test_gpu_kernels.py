@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, slow
+from conftest import ROOT
 
 
-@pytest.mark.parametrize("what", [slow("run"), "compile"])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["run", "compile"])
 def test_kernels(what):
     pytest.importorskip("triton", reason="the GPU's kernels are Triton's, which cannot be imported here")
     done = subprocess.run(
