@@ -77,7 +77,7 @@ def run_rounds(plan: Rounds, engine: EngineSettings, folder: Path) -> Summary:
             found = plan.labelling(model, plan.settings, engine, own)
             assert found is not None  # an array of tasks takes no rounds
             done[name] = {k: found[k] for k in ("kept_clips", "kept_hours", "share", "expected_wer")}
-            write_json(folder / ROUNDS, state)
+            _save_state(folder, state)
         summary = json.loads((own / "summary.json").read_text(encoding="utf-8"))
         if not summary["kept_clips"]:
             raise UserError(f"round {number} keeps no clip: {own / 'left_out.jsonl'} has the reasons.", exit_code=1)
@@ -88,11 +88,17 @@ def run_rounds(plan: Rounds, engine: EngineSettings, folder: Path) -> Summary:
             log.info("round %d of %d: train on its labels; %s has the log", number, plan.rounds, own / "train.log")
             train(_training_words(plan, [*sources, _labels(own, plan.weight)], run), own / "train.log")
             done[name] = _of_training(run)
-            write_json(folder / ROUNDS, state)
+            _save_state(folder, state)
         model = str(run)
-    for name in RESULTS:
-        write_text(folder / name, (folder / f"round-{plan.rounds}" / name).read_text(encoding="utf-8"))
+    with writing("--output", folder):
+        for name in RESULTS:
+            write_text(folder / name, (folder / f"round-{plan.rounds}" / name).read_text(encoding="utf-8"))
     return summary
+
+
+def _save_state(folder: Path, state: dict[str, Any]) -> None:
+    with writing("--output", folder):
+        write_json(folder / ROUNDS, state)
 
 
 def training_sources(plan: Rounds, config: RunConfig) -> list[dict[str, Any]]:
