@@ -470,15 +470,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
-@pytest.fixture(autouse=True)
-def _logs_reach_caplog() -> None:
-    """A command that ran in this process before has set up logging: its level, and lines for its own handler alone."""
-    project = logging.getLogger("finetune")
-    project.handlers.clear()
-    project.propagate = True
-    project.setLevel(logging.NOTSET)
-
-
 @pytest.fixture(scope="module")
 def one_thread():
     """For tiny tensors: on a busy machine waiting for a second thread costs more than the work."""
