@@ -202,7 +202,8 @@ def test_what_the_data_say_and_what_was_read_is_compared(tmp_path, caplog):
     write_manifest(tmp_path, TEXTS)
     job = make_job(tmp_path)
     job.sources[0].clips = 44
-    run_job(job, EngineSettings(), InlineEngine)
+    with caplog.at_level("WARNING", "finetune"):
+        run_job(job, EngineSettings(), InlineEngine)
     assert "the data say that they have 44 clips, and 43 were read" in caplog.text
 
 

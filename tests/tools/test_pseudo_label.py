@@ -398,7 +398,7 @@ def test_what_lies_beside_recordings(tmp_path, caplog):
     for number in (1, 2):
         assert listed(talks / "rounds" / f"round-{number}") == recordings
     (talks / "a" / "texts.csv").write_text("file_name,text\n")
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "finetune"):
         assert recordings_of(str(talks), talks / "rounds") == []
     assert f"{talks} is a data source and no folder of recordings, since it holds {talks}/a/texts.csv" in caplog.text
 
