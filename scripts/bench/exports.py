@@ -35,8 +35,6 @@ from finetune.tools.export.gate.verdict import judge, plain
 DATA, SPLITS = "examples/voice_prompts", ("test", "validation")
 INT8 = ("int8", "int8_static")
 EXPORTS = tuple((to, precision) for to in ("onnx", "sherpa") for precision in ("fp32", *INT8))
-CALIBRATION = 64
-"""Clips of the training part, taken evenly from the first 512."""
 HOST_GOAL, SHARE_GOAL, LOSS_GOAL, SPEED_GOAL = 12e9, 0.35, 0.01, 2.0
 """Bytes of memory, share of fp32's bytes, WER as a fraction, times NeMo's speed."""
 
@@ -80,19 +78,15 @@ def graphs(folder: Path, arguments: argparse.Namespace) -> None:
 
 def ranges(folder: Path, arguments: argparse.Namespace) -> None:
     """Measure the ranges of activations for static int8, as the gate does."""
-    import numpy as np
-
     from finetune.tools.export.gate.gate import gather_clips
-    from finetune.tools.export.gate.sides import run_alone
+    from finetune.tools.export.gated import READ_CLIPS, measure_ranges
 
     files = json.loads((folder / f"graphs-{arguments.export}.json").read_text(encoding="utf-8"))["files"]
-    clips = gather_clips([DATA], "train", 16000, folder / "train", max_samples=512)
-    chosen = sorted({int(i) for i in np.linspace(0, len(clips) - 1, CALIBRATION)})
+    clips = gather_clips([DATA], "train", 16000, folder / "train", max_samples=READ_CLIPS)
     path = ranges_of(folder, arguments.export)
     path.unlink(missing_ok=True)
-    request = {"model": arguments.model, "tokenizer": None, "clips": clips.folder, "chosen": chosen, "threads": 2}
-    request |= {"graph": files.get("encoder") or files["model"], "online": None, "ranges": str(path)}
-    run_alone("finetune.tools.export.gate.one_calibration", request, 2)
+    original = Request("nemo", arguments.model, clips.folder, 2)
+    measure_ranges(original, clips, Path(files.get("encoder") or files["model"]), path)
 
 
 def ranges_of(folder: Path, to: str) -> Path:

@@ -529,6 +529,26 @@ def test_an_export_is_checked_as_it_was_made(case, tmp_path):
         as_before(replace(wanted, head="transducer"), tmp_path / "ctc")
 
 
+def test_clips_for_static_int8_are_the_runs_own(clips, tmp_path, caplog):
+    """Or those of --calibrate; without either there is a warning, and no static int8."""
+    from finetune.tools.export.gated import Wanted, calibration_clips
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"data:\n  train: {clips / 'manifest.jsonl'}\n")
+    assert len(calibration_clips(Wanted(str(run), "onnx"), 16000, tmp_path / "own") or []) == 24
+    named = Wanted(str(BASE), "onnx", calibrate=[str(clips / "manifest.jsonl")])
+    assert len(calibration_clips(named, 16000, tmp_path / "named") or []) == 24
+    with caplog.at_level("WARNING", "finetune"):
+        assert calibration_clips(Wanted(str(BASE), "onnx"), 16000, tmp_path / "none") is None
+        (run / "config.yaml").write_text("data:\n  train: gone.jsonl\n")
+        assert calibration_clips(Wanted(str(run), "onnx"), 16000, tmp_path / "gone") is None
+    assert caplog.text.count("static int8 is not tried") == 2
+    assert "gone.jsonl" in caplog.text
+    with pytest.raises(UserError, match=r"--calibrate: .*gone\.jsonl"):
+        calibration_clips(replace(named, calibrate=["gone.jsonl"]), 16000, tmp_path / "wrong")
+
+
 @pytest.mark.parametrize("entry", [3, {}, {"bytes": 3}])
 def test_a_damaged_report_is_one_message(tmp_path, entry):
     from finetune.tools.export.gate.report import read_report

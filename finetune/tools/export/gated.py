@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from finetune.tools.export.gate.clips import Clips
+    from finetune.tools.export.gate.sides import Request
     from finetune.tools.export.graphs import Graphs
 
 log = logging.getLogger(__name__)
@@ -232,11 +233,7 @@ def write_and_check(
         clips = calibration_clips(w, graphs.sample_rate, work / "calibration")
         if clips is None:
             return False
-        log.info("measuring the ranges of activations on clips of %s", clips.source)
-        chosen = sorted({int(i) for i in np.linspace(0, len(clips) - 1, CALIBRATION_CLIPS)})
-        request = {**vars(gate.request), "clips": clips.folder, "graph": str(encoder), "chosen": chosen}
-        request |= {"online": online, "ranges": str(ranges)}
-        run_alone("finetune.tools.export.gate.one_calibration", request, gate.threads)
+        measure_ranges(gate.request, clips, encoder, ranges, online)
         return True
 
     def rank(static: bool) -> list[Block]:
@@ -280,6 +277,28 @@ def calibration_clips(wanted: Wanted, rate: int, folder: Path) -> Clips | None:
             reason = str(error)
     log.warning("static int8 is not tried: %s. Name clips with --calibrate", reason)
     return None
+
+
+def measure_ranges(
+    original: Request, clips: Clips, encoder: Path, ranges: Path, online: dict[str, Any] | None = None
+) -> None:
+    """Measure the ranges of an encoder's activations for static int8, in a process of its own.
+
+    Args:
+        original: the side whose features the encoder gets.
+        clips: among which CALIBRATION_CLIPS are taken evenly.
+        encoder: file of its graph.
+        ranges: new file for the ranges.
+        online: of an encoder that hears chunks, its metadata.
+
+    Raises:
+        SideFailed: the process ended without a result.
+    """
+    log.info("measuring the ranges of activations on clips of %s", clips.source)
+    chosen = sorted({int(i) for i in np.linspace(0, len(clips) - 1, CALIBRATION_CLIPS)})
+    request = {**vars(original), "clips": clips.folder, "graph": str(encoder), "chosen": chosen}
+    request |= {"online": online, "ranges": str(ranges)}
+    run_alone("finetune.tools.export.gate.one_calibration", request, original.threads)
 
 
 def report_of(
